@@ -237,7 +237,7 @@ def running() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("token", [None, "00" * 32])
-def test_a_cluster_that_wants_another_token(
+def test_says_that_a_cluster_needs_a_token(
     running: str, monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:
     if token:
@@ -298,7 +298,7 @@ def test_a_cluster_without_authentication_is_joined_with_a_warning() -> None:
     assert "ray get-auth-token --generate" in done.stdout
 
 
-def test_nothing_answers() -> None:
+def test_says_that_nothing_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with (

@@ -50,7 +50,7 @@ def wait_for_end(pids: list[int]) -> None:
         time.sleep(0.1)
 
 
-def test_ranks_by_machine() -> None:
+def test_sorts_ranks_by_machine() -> None:
     assert machines_of(["a", "a", "b", "a", "b"]) == [[0, 1, 3], [2, 4]]
 
 

@@ -31,7 +31,7 @@ def machines() -> Iterator[Machines]:
         yield cluster
 
 
-def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with join_cluster(ClusterSection(address=machines.address), Cpu()) as cluster:
         with place(cluster, Cpu(), Demand(ranks=2), start_timeout=240) as placement:

@@ -245,7 +245,7 @@ def test_too_few_devices_are_told_at_once(cluster: Cluster, demand: Demand, mess
 
 
 @pytest.mark.timeout(120)
-def test_separate_places_on_cpus(cluster: Cluster) -> None:
+def test_places_ranks_and_engines_separately(cluster: Cluster) -> None:
     demand = Demand(ranks=1, engines=1, colocated=False)
     with place(cluster, Cpu(), demand, start_timeout=60) as placement:
         rank, engine = placement.ranks[0], placement.engines[0]

@@ -71,7 +71,7 @@ async def run(base_url, api_key, row):
 """
 
 
-def test_an_async_function(tiny: Path, tmp_path: Path) -> None:
+def test_runs_an_async_function(tiny: Path, tmp_path: Path) -> None:
     (trajectory,), _ = played(tiny, tmp_path, ["b", "a"], ASYNC)
     assert trajectory.episode and trajectory.episode.reward == 1.0 and trajectory.finished
     assert len(trajectory.episode.turns) == 2 and trajectory.episode.turns[0].seconds > 0
@@ -137,7 +137,7 @@ def test_the_end_of_the_engine_ends_all(tiny: Path, tmp_path: Path) -> None:
         played(tiny, tmp_path, [], ASYNC)
 
 
-def test_a_function_with_other_parameters(tiny: Path, tmp_path: Path) -> None:
+def test_refuses_a_function_with_other_parameters(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(EpisodeError, match="parameter 'question'; agents are given base_url, api_key, row"):
         played(tiny, tmp_path, [], "def run(question): pass\n")
 

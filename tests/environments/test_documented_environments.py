@@ -79,7 +79,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def test_a_trl_environment(tiny: Path, tmp_path: Path) -> None:
+def test_runs_a_trl_environment(tiny: Path, tmp_path: Path) -> None:
     says = [call("multiply", a=6, b=7), call("divide", a=1), call("submit", value="42"), "Done."]
     (trajectory,), text = play(tiny, tmp_path, "trl", "Calculator", "42", says)
     assert trajectory.episode is not None and trajectory.finished
@@ -97,7 +97,7 @@ def test_a_trl_environment(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cls", ["AgentInstance", "AgentExecutor"])
-def test_an_openrlhf_agent(tiny: Path, tmp_path: Path, cls: str) -> None:
+def test_runs_an_openrlhf_agent(tiny: Path, tmp_path: Path, cls: str) -> None:
     (trajectory,), text = play(tiny, tmp_path, "openrlhf", cls, "42", ["41", "It is 42"])
     assert trajectory.episode is not None and trajectory.finished
     assert trajectory.episode.reward == 1.0

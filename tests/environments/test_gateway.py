@@ -153,7 +153,7 @@ def test_openai_client_streams(tiny: Path) -> None:
     assert len(session.trajectories(None)) == 2
 
 
-def test_tokens_in_and_out(tiny: Path) -> None:
+def test_takes_and_returns_token_ids(tiny: Path) -> None:
     async def play(url: str, key: str, _: Session) -> None:
         body = {"model": "m", "prompt": [1, 5, 6], "return_token_ids": True, "logprobs": 0}
         status, reply = await post(f"{url}/completions", key, body)
@@ -173,7 +173,7 @@ def test_tokens_in_and_out(tiny: Path) -> None:
     assert first.episode and len(first.episode.turns) == 2 and second.episode
 
 
-def test_keys(tiny: Path) -> None:
+def test_refuses_wrong_keys(tiny: Path) -> None:
     async def play(url: str, key: str, _: Session) -> None:
         assert url.startswith("http://127.0.0.1:")
         for wrong in ("", "sk-1", key[:-1]):
@@ -202,7 +202,7 @@ def test_refusals_are_told_in_openais_words(tiny: Path) -> None:
     assert len(policy.read) == 1
 
 
-def test_posted_rewards(tiny: Path) -> None:
+def test_takes_posted_rewards(tiny: Path) -> None:
     async def play(url: str, key: str, _: Session) -> None:
         _, reply = await post(f"{url}/chat/completions", key, {"messages": ASKED})
         assert (await post(f"{url}/reward", key, {"reward": 0.5, "completion": reply["id"]}))[0] == 200
@@ -363,7 +363,7 @@ def test_a_hostile_request_fails_alone(tiny: Path, path: str, body: Any) -> None
         {"Authorization": "Basic x"},
     ],
 )
-def test_odd_headers(tiny: Path, header: dict[str, str]) -> None:
+def test_odd_headers_break_nothing(tiny: Path, header: dict[str, str]) -> None:
     async def play(url: str, key: str, session: Session) -> None:
         status, _ = await post(f"{url}/chat/completions", key, {"messages": ASKED}, **header)
         assert status < 500 and not session.broken.done()

@@ -89,7 +89,7 @@ async def wander(session: Session, draw: random.Random) -> int:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_random_agents(tiny: Path, name: str) -> None:
+def test_tokens_of_random_agents_are_those_of_the_engine(tiny: Path, name: str) -> None:
     longest = turns = 0
 
     async def one(number: int) -> None:
@@ -304,7 +304,7 @@ def test_what_leaves_no_room_is_not_held(tiny: Path) -> None:
     run(play())
 
 
-def test_tool_calls(tiny: Path) -> None:
+def test_tool_calls_are_parsed_and_wrong_ones_stay_text(tiny: Path) -> None:
     async def play() -> None:
         call = '{"name": "find", "arguments": {"key": "é"}}'
         session, says = saying(
@@ -328,7 +328,7 @@ def test_tool_calls(tiny: Path) -> None:
     run(play())
 
 
-def test_tokens_in_and_out(tiny: Path) -> None:
+def test_completions_continue_a_sequence_of_tokens(tiny: Path) -> None:
     async def play() -> None:
         session, says = saying(tiny, "ab", "cd", "ef")
         first = await session.complete([1, 5, 6], None, ())
@@ -343,7 +343,7 @@ def test_tokens_in_and_out(tiny: Path) -> None:
     run(play())
 
 
-def test_budgets(tiny: Path) -> None:
+def test_refuses_calls_beyond_the_budgets(tiny: Path) -> None:
     async def play() -> None:
         session, _ = saying(tiny, "abcdef", "gh", "x", turns=3, response=8)
         said, completion = await ask(session, ASKED, max_tokens=4)
@@ -361,7 +361,7 @@ def test_budgets(tiny: Path) -> None:
     run(play())
 
 
-def test_rewards_of_turns_and_of_the_episode(tiny: Path) -> None:
+def test_takes_rewards_of_turns_and_of_the_episode(tiny: Path) -> None:
     async def play() -> None:
         session, _ = saying(tiny, "a", "b")
         said, first = await ask(session, ASKED)
@@ -412,7 +412,7 @@ def test_a_rewritten_history_can_be_refused(tiny: Path) -> None:
     assert refused.episode and refused.episode.failure == "error"
 
 
-def test_an_agent_that_never_called(tiny: Path) -> None:
+def test_an_agent_without_calls_leaves_an_empty_trajectory(tiny: Path) -> None:
     async def play() -> None:
         session, _ = saying(tiny)
         (trajectory,) = session.trajectories(None, EpisodeFailed("crash", "gone"))

@@ -46,7 +46,7 @@ def test_calls_and_what_is_wrong_with_them() -> None:
     assert hermes(deep).malformed
 
 
-def test_the_parser_of_a_template() -> None:
+def test_finds_the_tool_parser_of_a_template() -> None:
     assert parser_name("... <tool_call> ...") == "hermes"
     assert parser_name("<tool_call>\n<function=name>") == "qwen3_xml"
     assert parser_name("[TOOL_CALLS]") == "mistral"

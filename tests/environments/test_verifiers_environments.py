@@ -110,7 +110,7 @@ def test_tasks_are_played_and_rewarded(tiny: Path, tmp_path: Path, python: str) 
 
 
 @pytest.mark.slow
-def test_the_interface_before_0_4(tiny: Path, tmp_path: Path, python: str) -> None:
+def test_runs_environments_written_before_0_4(tiny: Path, tmp_path: Path, python: str) -> None:
     old = os.environ.get("ISOTRAIN_OLD_VERIFIERS_PYTHON")
     if not old:
         pytest.skip("set ISOTRAIN_OLD_VERIFIERS_PYTHON to a Python with verifiers 0.1.14 and isotrain")
@@ -156,13 +156,13 @@ def test_the_documented_commands(tiny: Path, tmp_path: Path, python: str) -> Non
 
 
 @pytest.mark.slow
-def test_an_unknown_environment(python: str) -> None:
+def test_refuses_an_unknown_environment(python: str) -> None:
     find_environment("letters", python)
     with pytest.raises(DataError, match=r"no environment 'no/such-one' .* no module such_one"):
         find_environment("no/such-one", python)
 
 
-def test_a_python_without_the_package() -> None:
+def test_refuses_a_python_without_the_package() -> None:
     with pytest.raises(DataError, match=r"rollout\.agent\.verifiers: verifiers is not installed for "):
         find_environment("letters", None)
     with pytest.raises(DataError, match="there is no Python 'nowhere'"):
@@ -173,7 +173,7 @@ def test_names_of_the_hub() -> None:
     assert module_name("owner/My-env@0.1.2") == "my_env"
 
 
-def test_arguments_of_the_command_line() -> None:
+def test_reads_arguments_of_the_command_line() -> None:
     assert read_arguments(["a.b=1", "a.c=[x]", "d='null'"]) == {"a": {"b": 1, "c": ["x"]}, "d": "null"}
     for wrong in ("a", "=1", "a..b=1", "a=["):
         with pytest.raises(DataError, match="--arg"):

@@ -43,7 +43,7 @@ def reply(**changes: object) -> tuple[int, bytes]:
     return 200, json.dumps(whole).encode()
 
 
-def test_programs_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_programs_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "SLACK", 20.0)
     with bubblewrap(Limits(seconds=10.0, memory=LIMITS.memory)) as inner, fusion_server(inner) as server:
         sandbox = build_sandbox(server.address, LIMITS)
@@ -123,7 +123,7 @@ def test_odd_values_of_a_reply_are_no_crash(server: FusionServer) -> None:
     assert not outcome.succeeded
 
 
-def test_nobody_listens() -> None:
+def test_says_where_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(SandboxError, match=rf"127\.0\.0\.1:{port} failed 3 times: ConnectionRefusedError"):
@@ -133,7 +133,7 @@ def test_nobody_listens() -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"]
 )
-def test_a_server_that_hangs_or_drips(sent: bytes) -> None:
+def test_a_server_that_hangs_or_drips_times_out(sent: bytes) -> None:
     """The time is that of the whole exchange: a byte now and then does not extend it."""
     stop = threading.Event()
 

@@ -20,7 +20,7 @@ from isotrain.process.supervise import MIB
 from sandboxes import bubblewrap
 
 
-def test_a_fork_bomb(sandbox: Bubblewrap) -> None:
+def test_stops_a_fork_bomb(sandbox: Bubblewrap) -> None:
     # At most 256 processes that then wait: without a limit the test fails, and the machine goes on.
     program = (
         "import os, time\n"
@@ -50,7 +50,7 @@ def test_the_limit_of_processes_is_each_programs_own(sandbox: Bubblewrap) -> Non
     assert all(LIMITS.processes - 4 <= count < LIMITS.processes for count in counts), counts
 
 
-def test_a_gigabyte_of_output(sandbox: Bubblewrap) -> None:
+def test_stops_a_gigabyte_of_output(sandbox: Bubblewrap) -> None:
     for stream in ("stdout", "stderr"):
         program = f"import sys\nfor _ in range(1024):\n    sys.{stream}.write('x' * 2**20)"
         outcome = run(sandbox, program)
@@ -60,14 +60,14 @@ def test_a_gigabyte_of_output(sandbox: Bubblewrap) -> None:
     assert quick.ended == "exit" and len(quick.stdout) == LIMITS.output
 
 
-def test_memory_of_one_process(sandbox: Bubblewrap) -> None:
+def test_limits_memory_of_one_process(sandbox: Bubblewrap) -> None:
     outcome = run(sandbox, "kept = []\nfor _ in range(64):\n    kept.append(b'x' * 2**24)")
     assert (outcome.ended, outcome.exit_code) == ("memory", 1)
     huge = run(sandbox, "bytearray(2**40)")
     assert huge.ended == "memory"
 
 
-def test_memory_of_many_processes_together(sandbox: Bubblewrap) -> None:
+def test_limits_memory_of_many_processes_together(sandbox: Bubblewrap) -> None:
     program = (
         "import os, time\nfor _ in range(3):\n    os.fork()\nkept = b'x' * (200 * 2**20)\ntime.sleep(60)\n"
     )
@@ -108,7 +108,7 @@ def test_a_sandbox_that_cannot_measure_memory_does_not_start(
         Bubblewrap(LIMITS).start()
 
 
-def test_a_program_that_sleeps_or_computes_for_ever(sandbox: Bubblewrap) -> None:
+def test_stops_a_program_that_sleeps_or_computes_for_ever(sandbox: Bubblewrap) -> None:
     for program in ("import time\ntime.sleep(1000)", "while True: pass", "import signal\nsignal.pause()"):
         outcome = sandbox.run(f"print('begun', flush=True)\n{program}", seconds=1.0)
         assert (outcome.ended, outcome.stdout) == ("time", "begun\n")

@@ -58,7 +58,7 @@ def decide(machine: str, number: int, first: int = 0, architecture: int | None =
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_decisions(machine: str) -> None:
+def test_decides_by_call_arguments_and_architecture(machine: str) -> None:
     numbers = NUMBERS[machine]
     assert decide(machine, numbers["read"]) == decide(machine, numbers["execve"]) == ALLOWED
     assert decide(machine, numbers["unshare"]) == decide(machine, numbers["memfd_create"]) == REFUSED

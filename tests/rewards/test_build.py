@@ -26,7 +26,7 @@ def scorer(**reward: Any) -> Iterator[Scorer]:
         built.close()
 
 
-def test_gsm8k_alone() -> None:
+def test_weighs_gsm8k_and_scores_failures() -> None:
     with scorer(
         gsm8k={"method": "flexible", "format_score": 0.25, "weight": 2.0}, failed_score=-1.0
     ) as rewards:

@@ -56,7 +56,7 @@ def test_the_share_of_tests_that_pass() -> None:
     assert scored[0] == Scored(1.0, {"code": 1.0, "code/no_code": 0.0, "code/timeout": 0.0})
 
 
-def test_all_or_nothing() -> None:
+def test_every_test_must_pass() -> None:
     method = "class Solution:\n    def add(self, a, b):\n        return a + b"
     items = [
         written("print(int(input()) * 2)", DOUBLE),
@@ -122,7 +122,7 @@ def test_tests_that_take_long_together_are_bounded() -> None:
     assert 0.0 <= scored.score < 0.05 and time.monotonic() - begun < 15
 
 
-def test_responses_without_code_and_rows_without_tests() -> None:
+def test_no_code_scores_zero_and_no_tests_is_an_error() -> None:
     with scorer() as rewards:
         none, empty = rewards.score([RewardInput("I do not know.", CALLS), written("print(1)", "42")])
     assert none == Scored(0.0, {"code": 0.0, "code/no_code": 1.0, "code/timeout": 0.0})

@@ -80,7 +80,7 @@ HUMAN_EVAL = "def check(candidate):\n    assert candidate(1) == 2\n"
         ),
     ],
 )
-def test_forms(answer: Any, row: dict[str, Any], expected: CodeTests) -> None:
+def test_reads_every_form_of_tests(answer: Any, row: dict[str, Any], expected: CodeTests) -> None:
     assert read_tests(answer, row) == expected
 
 
@@ -101,7 +101,7 @@ def test_forms(answer: Any, row: dict[str, Any], expected: CodeTests) -> None:
         "[" * 9999,
     ],
 )
-def test_rows_without_tests(answer: Any) -> None:
+def test_refuses_rows_without_tests(answer: Any) -> None:
     with pytest.raises(
         ValueError, match=r"the row has no tests; check reward\.answer_key, which may hold \{inputs"
     ):
@@ -187,7 +187,7 @@ def test_equal_values(returned: Any, expected: Any, same: bool) -> None:
         ([[5]], ["[5]"], {0}),
     ],
 )
-def test_results_in_a_list_of_one(returned: list[Any], outputs: list[Any], passed: set[int]) -> None:
+def test_a_result_may_be_in_a_list_of_one(returned: list[Any], outputs: list[Any], passed: set[int]) -> None:
     row = {"inputs": [[1]] * len(outputs), "outputs": outputs, "fn_name": "f"}
     if isinstance(outputs[0], str):
         row = {**row, "inputs": ["1"]}

@@ -27,7 +27,7 @@ def run(path: str, items: list[RewardInput]) -> list[tuple[float, dict[str, floa
     return [(result.score, result.parts, result.detail) for result in results]
 
 
-def test_a_file_written_for_verl(tmp_path: Path) -> None:
+def test_runs_a_file_written_for_verl(tmp_path: Path) -> None:
     row = {"data_source": "gsm8k", "extra_info": {"index": 7}, "prompt": []}
     found = run(
         f"{write_functions(tmp_path)}:compute_score",
@@ -36,7 +36,7 @@ def test_a_file_written_for_verl(tmp_path: Path) -> None:
     assert found == [(1.0, {"acc": 1.0, "index": 7.0}, ""), (0.0, {"acc": 1.0, "index": 7.0}, "")]
 
 
-def test_parameters_of_our_own_and_defaults(tmp_path: Path) -> None:
+def test_passes_our_parameters_and_keeps_defaults(tmp_path: Path) -> None:
     row = {"n": np.int64(5), "array": np.arange(2)}
     assert run(f"{write_functions(tmp_path)}:everything", [RewardInput("abc", 4, row)]) == [(24.0, {}, "")]
 
@@ -54,7 +54,7 @@ def test_imports_beside_the_file_and_a_misleading_directory(
     assert run("own/rewards.py:f", [RewardInput("", "", {})]) == [(0.75, {}, "")]
 
 
-def test_an_object_with_an_async_call(tmp_path: Path) -> None:
+def test_runs_an_object_with_an_async_call(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(
         "class Judge:\n    async def __call__(self, response):\n        return len(response)\n\n"
@@ -87,7 +87,7 @@ def test_the_examples_of_the_guide(tmp_path: Path, name: str, score: float, part
         ({"score": np.int64(2)}, 2.0),
     ],
 )
-def test_numbers(returned: object, score: float) -> None:
+def test_reads_numbers(returned: object, score: float) -> None:
     assert read_result(returned) == (score, {})
 
 
@@ -114,7 +114,7 @@ def test_what_is_no_score(returned: object) -> None:
         read_result(returned)
 
 
-def test_parts() -> None:
+def test_reads_parts_that_are_finite_numbers() -> None:
     returned = {"score": 1, "a": 2, "b": "text", "c": math.inf, 4: 5, "d" * 100: 1.5, "e": None}
     assert read_result(returned) == (1.0, {"a": 2.0, "d" * 64: 1.5})
     with pytest.raises(ValueError, match="100 numbers"):

@@ -28,7 +28,7 @@ from isotrain.rewards.mathematics import find_answer, gsm8k_score, right_answer
         ("", None),
     ],
 )
-def test_strict(response: str, found: str | None) -> None:
+def test_finds_the_strict_answer(response: str, found: str | None) -> None:
     assert find_answer(response, "strict") == found
 
 
@@ -47,7 +47,7 @@ def test_strict(response: str, found: str | None) -> None:
         ("", None),
     ],
 )
-def test_flexible(response: str, found: str | None) -> None:
+def test_finds_the_flexible_answer(response: str, found: str | None) -> None:
     assert find_answer(response, "flexible") == found
 
 
@@ -71,7 +71,7 @@ def test_only_the_last_300_characters_are_read() -> None:
         ("12", "12", 0.1, 0.0),
     ],
 )
-def test_scores(response: str, answer: str, format_score: float, score: float) -> None:
+def test_scores_answer_and_format(response: str, answer: str, format_score: float, score: float) -> None:
     assert gsm8k_score(response, answer, "strict", format_score) == score
 
 
@@ -96,7 +96,7 @@ def test_right_answers_that_can_be_found(value: object, strict: str | None, flex
     assert (right_answer(value, "strict"), right_answer(value, "flexible")) == (strict, flexible)
 
 
-def test_flexible_scores() -> None:
+def test_scores_flexible_answers() -> None:
     assert gsm8k_score("so it is 12", "12", "flexible", 0.1) == 1.0
     assert gsm8k_score("so it is 1,200", "1200", "flexible", 0.1) == 0.1
     assert gsm8k_score("nothing", "12", "flexible", 0.1) == 0.0

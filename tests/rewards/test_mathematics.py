@@ -65,7 +65,7 @@ def run(answers: list[RewardInput], timeout: float, size: int = 1) -> list[Score
 
 
 @pytest.mark.heavy
-def test_right_and_wrong() -> None:
+def test_scores_right_and_wrong_answers() -> None:
     missing = [("1", None), ("1", " "), ("1", "1" * 5000), ("5", "in $, not told")]
     results = run(
         [RewardInput(response, answer) for response, answer in RIGHT + WRONG + missing], timeout=60.0

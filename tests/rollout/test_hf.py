@@ -110,7 +110,9 @@ def test_greedy_and_ends(engine: RolloutEngine, model: Any) -> None:
         np.testing.assert_allclose(trajectory.logp_N, -np.log(512), atol=1e-5)
 
 
-def test_updates(engine: RolloutEngine, model: Any, tmp_path: Path, device_type: str) -> None:
+def test_takes_good_updates_and_refuses_bad_ones(
+    engine: RolloutEngine, model: Any, tmp_path: Path, device_type: str
+) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))

@@ -136,7 +136,9 @@ def test_how_the_server_is_started(tiny: Path, start: Start, recorder: Recorder)
     assert not list(private_directory().glob("sglang-*"))
 
 
-def test_other_devices(start: Start, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_the_server_for_other_devices(
+    start: Start, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050")  # the user's own stays
     monkeypatch.setenv("HF_TOKEN", "secret")
     start(tensor_parallel=2, eager=False)
@@ -157,7 +159,7 @@ def test_on_the_host_the_cache_has_a_size_of_its_own(start: Start, recorder: Rec
     assert options["max-total-tokens"] == str(2**28 // (2 * 2 * 2 * 16 * 4))
 
 
-def test_stretched_positions(tiny: Path, start: Start, recorder: Recorder) -> None:
+def test_tells_the_server_of_stretched_positions(tiny: Path, start: Start, recorder: Recorder) -> None:
     """SGLang refuses lengths beyond a config's limit unless it is told of a larger one."""
     file = tiny / "model" / "config.json"
     config = json.loads(file.read_text())
@@ -172,7 +174,7 @@ def test_stretched_positions(tiny: Path, start: Start, recorder: Recorder) -> No
     assert json.loads(options["json-model-override-args"]) == {"max_position_embeddings": 64}
 
 
-def test_responses(engine: SglangEngine, recorder: Recorder) -> None:
+def test_responses_have_tokens_log_probs_and_versions(engine: SglangEngine, recorder: Recorder) -> None:
     found = {(t.row, t.sample): t for t in engine.generate(requests(), SAMPLING)}
     assert len(found) == len(requests())
     for request in requests():
@@ -217,19 +219,21 @@ def test_log_probs_after_top_p_and_of_greedy_responses(engine: SglangEngine) -> 
             np.testing.assert_allclose(trajectory.logp_N, -trajectory.response_N / scale)
 
 
-def test_log_probs_of_sequences(engine: SglangEngine, recorder: Recorder) -> None:
+def test_returns_log_probs_of_sequences(engine: SglangEngine, recorder: Recorder) -> None:
     found = engine.logps(PROMPTS)
     for tokens_T, logps in zip(PROMPTS, found, strict=True):
         np.testing.assert_allclose(logps, -tokens_T[1:] / 4)
     assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in recorder.asked("/generate"))
 
 
-def test_many_responses_at_once(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generates_more_responses_than_are_in_flight(
+    engine: SglangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sglang, "IN_FLIGHT", 16)
     assert len(list(engine.generate(requests(60), SAMPLING))) == 120
 
 
-def test_updates(
+def test_loads_a_weight_update(
     engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     update = write_update(weights, 5, tmp_path)
@@ -245,7 +249,9 @@ def test_updates(
     assert write_update(weights, 6, tmp_path).sources != write_update(weights, 7, tmp_path).sources
 
 
-def test_sleep(engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]) -> None:
+def test_does_not_generate_between_sleep_and_update(
+    engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]
+) -> None:
     engine.wake()  # a server that is awake would not survive it
     engine.sleep()
     engine.sleep()
@@ -348,7 +354,7 @@ def test_the_recorder_knows_the_published_fields(
         engine.logps(PROMPTS[:1])
 
 
-def test_bad_updates(
+def test_refuses_bad_updates(
     lasting: tuple[SglangEngine, Recorder], weights: list[tuple[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     engine, recorder = lasting
@@ -453,7 +459,7 @@ def test_a_server_that_is_stuck(
 
 
 @pytest.mark.parametrize("call", ["generate", "logps", "update", "sleep"])
-def test_a_server_that_dies(
+def test_is_lost_when_its_server_dies(
     engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]], call: str
 ) -> None:
     paths = ("/generate", "/update_weights_from_disk", "/release_memory_occupation")
@@ -469,7 +475,7 @@ def test_a_server_that_dies(
     check_lost(engine, recorder, weights)
 
 
-def test_a_server_that_hangs_up(
+def test_is_lost_when_its_server_hangs_up(
     engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]
 ) -> None:
     recorder.misbehave({"/generate": {"kind": "hangs up"}})

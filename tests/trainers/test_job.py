@@ -34,7 +34,7 @@ def saved(every: int | None, steps: int, step_seconds: float, save_seconds: floa
 @pytest.mark.parametrize(
     ("every", "expected"), [(3, [3, 6, 7]), (0, [7]), (9, [7]), (1, [1, 2, 3, 4, 5, 6, 7])]
 )
-def test_by_number(every: int, expected: list[int]) -> None:
+def test_saves_by_number_of_steps(every: int, expected: list[int]) -> None:
     assert saved(every, 7, step_seconds=3600) == expected
 
 

@@ -265,7 +265,7 @@ def test_a_classifier_of_steps_learns_and_is_exported(
         ),
     ],
 )
-def test_mistakes(
+def test_refuses_recipes_with_mistakes(
     tiny: Path,
     rows: Path,
     tmp_path: Path,

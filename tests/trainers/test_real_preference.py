@@ -18,7 +18,9 @@ from support import run_cli, stable_metrics
     ("name", "metric", "least"),
     [("rm", "accuracy", 0.9), ("prm", "f1", 0.8), ("dpo", "accuracy", 0.9), ("kto", "margin", 1.0)],
 )
-def test_held_out_judgements(tmp_path: Path, shared_data: Path, name: str, metric: str, least: float) -> None:
+def test_held_out_metrics_improve(
+    tmp_path: Path, shared_data: Path, name: str, metric: str, least: float
+) -> None:
     preference = tmp_path / "gsm8k-preferences"
     run_cli("prepare", "gsm8k-preferences", "--source", str(shared_data / "gsm8k"), "--out", str(preference))
     kind = {"rm": "pairs", "dpo": "pairs", "kto": "responses", "prm": "steps"}[name]

@@ -52,7 +52,7 @@ def test_a_lost_run_goes_on_exactly(
     assert Storage(url).is_complete(4) and steps_in(tmp_path / "elsewhere" / "checkpoints") == [4, 2]
 
 
-def test_another_number_of_ranks(tiny: Path, whole: Path, tmp_path: Path) -> None:
+def test_resumes_from_storage_with_another_number_of_ranks(tiny: Path, whole: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     launch(stored(tiny, tmp_path / "one", url), "")
     (tmp_path / "store" / "step-00000004" / "COMPLETE").unlink()

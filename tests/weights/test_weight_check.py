@@ -37,7 +37,7 @@ def test_what_is_allowed_does_not_follow_what_was_accepted() -> None:
     assert 0.03 < largest <= 0.09
 
 
-def test_allowed_differences() -> None:
+def test_tolerance_grows_with_first_difference_and_change() -> None:
     usual, fixed = Tolerance(0.3, 0.05, 0.05), Tolerance.fixed(0.2)
     assert usual.allowed(0.001, 0.0) == 0.05 and usual.allowed(0.04, 0.0) == 0.12
     assert usual.allowed(0.04, 2.0) == pytest.approx(0.22)

@@ -108,7 +108,7 @@ def test_no_weight_passes_through_host_memory(
         assert bytes_copied <= 80 * len(held) < size / 1000
 
 
-def test_damage_on_the_device(receivers: list[Receiver]) -> None:
+def test_finds_damage_on_the_device(receivers: list[Receiver]) -> None:
     sender = opened("ipc", 1)
     receivers[1].order(sender.announce(1, 0, TIMEOUT), damage=True, timeout=TIMEOUT)
     with pytest.raises(WeightUpdateError, match=r"weight update 1: engine 0: .*damaged: digest"):

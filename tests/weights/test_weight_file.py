@@ -168,7 +168,7 @@ def test_an_announcement_that_does_not_fit(tmp_path: Path, field: str) -> None:
         list(read_update(wrong, "engine 2"))
 
 
-def test_a_header_that_outgrows_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_may_outgrow_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_file, "HEADER_ROOM", 4096)
     many = [(f"layer.{index}.weight", torch.full((3, 5), float(index))) for index in range(500)]
     update = write_update(many, 1, tmp_path)
@@ -183,7 +183,7 @@ def test_the_same_name_twice(tmp_path: Path) -> None:
         write_update([("a", torch.zeros(1)), ("a", torch.zeros(1))], 1, tmp_path)
 
 
-def test_no_room(tmp_path: Path) -> None:
+def test_refuses_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(WeightUpdateError, match="cannot write a weight update"):
         write_update(weights(), 1, tmp_path / "missing")
 

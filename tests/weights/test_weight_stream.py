@@ -66,7 +66,7 @@ def test_all_receivers_have_the_same(
             assert arrived["shapes"] == {name: list(tensor.shape) for name, tensor in weights()}
 
 
-def test_damage_on_the_way(receivers: list[Receiver]) -> None:
+def test_finds_damage_on_the_way(receivers: list[Receiver]) -> None:
     sender = opened(2)
     announced = sender.announce(1, 0, TIMEOUT)
     receivers[0].order(announced)
@@ -109,7 +109,7 @@ def test_a_sender_that_fails_says_so(receivers: list[Receiver]) -> None:
         assert answer["seconds"] < TIMEOUT
 
 
-def test_another_version_than_announced(receivers: list[Receiver]) -> None:
+def test_refuses_another_version_than_announced(receivers: list[Receiver]) -> None:
     sender = opened(1)
     sender.announce(3, 0, TIMEOUT)
     receivers[0].order(WeightUpdate(4, sender.sources, 0, 0, ""))
@@ -140,7 +140,7 @@ def test_a_rehearsal_that_nobody_comes_to(receivers: list[Receiver]) -> None:
     assert rank.announce(replace(elsewhere, receivers=0)) == Sent()
 
 
-def test_one_side_that_connects_on_demand_elsewhere(
+def test_works_where_one_side_connects_on_demand_elsewhere(
     receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As ranks of large jobs do: both sides must say the same here, or the group crashes."""

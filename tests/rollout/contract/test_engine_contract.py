@@ -47,7 +47,7 @@ def test_what_is_wrong_with_an_update_is_said(found: dict[str, Any]) -> None:
         assert part in found["bad"][name]["error"]
 
 
-def test_responses(found: dict[str, Any]) -> None:
+def test_responses_depend_on_their_seed_alone(found: dict[str, Any]) -> None:
     responses = found["responses"]
     assert responses["count"] == responses["distinct"] == 16
     assert responses["same_alone"]  # by seed, whatever shares the batch
@@ -55,7 +55,7 @@ def test_responses(found: dict[str, Any]) -> None:
     assert responses["prompts_kept"]
 
 
-def test_greedy(found: dict[str, Any]) -> None:
+def test_greedy_responses_are_the_best_tokens(found: dict[str, Any]) -> None:
     responses = found["responses"]
     assert responses["greedy_is_best"] and responses["greedy_pairs_equal"]
     assert responses["greedy_difference"] <= TOLERANCE
@@ -99,7 +99,7 @@ def test_sleep_and_wake(found: dict[str, Any], engine: str) -> None:
     assert found["sleeps"]["difference"] <= TOLERANCE
 
 
-def test_an_abandoned_iterator(found: dict[str, Any]) -> None:
+def test_refuses_calls_while_an_iterator_is_open(found: dict[str, Any]) -> None:
     abandoned = found["abandoned"]
     assert "is generating" in abandoned["second"]
     assert abandoned["update"].startswith("WeightUpdateError: engine 7 is generating")

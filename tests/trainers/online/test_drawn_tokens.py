@@ -62,7 +62,7 @@ def sampler(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["parity", "sampler", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_all_tokens(tiny: Path, sharp: Path, tmp_path: Path) -> None:
+def test_finds_another_temperature(tiny: Path, sharp: Path, tmp_path: Path) -> None:
     run = recorded(tiny, sharp, tmp_path / "run", temperature=1.0)
     result = sampler(run, "--positions", "8192")
     assert result.exit_code == 0 and "drawn as asked" in result.output, result.output
@@ -74,7 +74,7 @@ def test_all_tokens(tiny: Path, sharp: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2, result.output
 
 
-def test_boundaries(tiny: Path, sharp: Path, tmp_path: Path) -> None:
+def test_finds_draws_beyond_top_p(tiny: Path, sharp: Path, tmp_path: Path) -> None:
     run = recorded(tiny, sharp, tmp_path / "run", temperature=1.0, top_p=0.9, top_k=20)
     result = sampler(run, "--positions", "8192")
     assert result.exit_code != 1 and "top-p, last token" in result.output, result.output

@@ -22,7 +22,7 @@ def failing(share: float) -> Failures:
     return Failures(100, {"error": round(100 * share)}, "error: no judge")
 
 
-def test_counted_by_cause() -> None:
+def test_counts_failures_by_cause() -> None:
     scores = (Score(1.0, {}, None, ""), Score(0.0, {}, "crash", "it ended"), Score(0.0, {}, "error", "no"))
     found = failures_of([Group(RESPONSES, 0, scores, "data")])
     assert found == Failures(3, {"crash": 1, "error": 1}, "crash: it ended")

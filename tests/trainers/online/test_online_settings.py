@@ -91,7 +91,7 @@ def test_prompts_end_with_the_epochs_unless_steps_are_given(
     assert sum(len(sampler.next_batch()) for _ in range(8)) == drawn
 
 
-def test_the_controller_of_kl() -> None:
+def test_builds_the_controller_of_kl() -> None:
     adaptive = {"place": "reward", "controller": "adaptive", "target": 0.2, "horizon": 900}
     algorithm: Any = recipe(name="grpo", kl=adaptive).algorithm
     assert kl_controller(algorithm.kl, 0.5) == AdaptiveKl(0.5, 0.2, 900)

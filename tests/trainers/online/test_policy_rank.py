@@ -297,7 +297,7 @@ def test_the_critic_aggregates_as_the_recipe_says(
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_every_loss_and_correction(
+def test_every_loss_and_correction_equals_its_formula(
     tiny: Path, tmp_path: Path, device_type: str, causal: Any, name: str
 ) -> None:
     own = merged({"name": "grpo", "mini_batch_size": 2, "ppo_epochs": 2}, LOSSES[name])
@@ -436,7 +436,9 @@ def whole_response(model: Any, trajectory: Any) -> float:
     return float(model(tokens[None]).logits.item())
 
 
-def test_scores_of_a_reward_model(tiny: Path, tmp_path: Path, device_type: str, reward_model: Path) -> None:
+def test_adds_scores_of_a_reward_model(
+    tiny: Path, tmp_path: Path, device_type: str, reward_model: Path
+) -> None:
     sections: dict[str, Any] = {
         "reward": {"model": {"path": str(reward_model), "weight": 2.0}},
         "data": {"tokens_per_micro_batch": 42},
@@ -489,7 +491,7 @@ def good_steps(model: Any, tokenizer: Any, trajectory: Any, separator: str) -> l
 
 
 @pytest.mark.parametrize("aggregate", ["min", "mean", "product", "last"])
-def test_scores_of_a_process_reward_model(
+def test_adds_scores_of_a_process_reward_model(
     tiny: Path, tmp_path: Path, device_type: str, reward_model: Path, step_model: Path, aggregate: str
 ) -> None:
     process = {"path": str(step_model), "step_separator": "e", "aggregate": aggregate, "weight": 3.0}

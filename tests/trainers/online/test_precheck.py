@@ -143,7 +143,7 @@ def test_sglang_is_found_and_what_it_has_not_run_on_is_said(
     assert "sglang has run on CPUs only, on no accelerator yet" in warning
 
 
-def test_old_responses_without_correction(tiny: Path, tmp_path: Path) -> None:
+def test_warns_of_old_responses_without_correction(tiny: Path, tmp_path: Path) -> None:
     def warnings(level: str) -> list[str]:
         algorithm = {"name": "grpo", "rollout_correction": {"level": level}}
         sections = {"rollout": {"staleness": 2}, "cluster": {"placement": "separate"}}
@@ -205,7 +205,7 @@ def test_a_mini_batch_that_does_not_divide_the_batch(tiny: Path, tmp_path: Path)
         assert not rest or f"has only {rest} prompts" in warnings[0]
 
 
-def test_a_batch_larger_than_the_data(tiny: Path, tmp_path: Path) -> None:
+def test_warns_of_a_batch_larger_than_the_data(tiny: Path, tmp_path: Path) -> None:
     data = online_recipe(tiny, tmp_path, "cpu").data
     assert repetition_warning(data, data.batch_size) == ""
     assert "each step has every row 2 times" in repetition_warning(data, data.batch_size // 2)

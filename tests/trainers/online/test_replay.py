@@ -236,7 +236,7 @@ def stable(rows: Rows) -> Rows:
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce++"])
-def test_a_replay_of_episodes(tiny: Path, tmp_path: Path, device_type: str, name: str) -> None:
+def test_a_replay_of_episodes_equals_the_run(tiny: Path, tmp_path: Path, device_type: str, name: str) -> None:
     environment = {"path": f"{tiny / 'environment.py'}:Oracle"}
     recipe = small(
         tiny,
@@ -371,7 +371,9 @@ def test_what_does_not_fit_is_named(recorded: tuple[Recipe, Rows], tmp_path: Pat
         check_recording(recorded[0].output, changed, digests(changed), changed.trainer.steps or 0)
 
 
-def test_no_recording_at_all(recorded: tuple[Recipe, Rows], copied: Recipe, tmp_path: Path) -> None:
+def test_refuses_a_missing_or_damaged_recording(
+    recorded: tuple[Recipe, Rows], copied: Recipe, tmp_path: Path
+) -> None:
     def check(run: Path | str) -> None:
         check_recording(str(run), recorded[0], {}, STEPS)
 

@@ -68,7 +68,7 @@ def one_by_one(reward: dict[str, Any]) -> dict[str, list[float]]:
     ("ranks", "attention"),
     [(1, "sdpa"), (1, "padded"), pytest.param(2, "sdpa", marks=pytest.mark.slow)],
 )
-def test_within_the_budget_and_as_one_by_one(
+def test_scores_within_the_budget_equal_those_one_by_one(
     tiny: Path, tmp_path: Path, device_type: str, reward: dict[str, Any], ranks: int, attention: str
 ) -> None:
     model = {"path": str(tiny / "model"), "dtype": "float32", "attention": attention}

@@ -48,7 +48,7 @@ def test_the_next_model_has_no_say_in_it() -> None:
     assert scored.metrics == {"reward/model/mean": 1.0, "reward/process/mean": 1.0}
 
 
-def test_no_model_that_scored_anything() -> None:
+def test_a_model_without_scores_fails_every_response() -> None:
     scored = total_scores(GROUPS, {"model": np.full(4, math.nan)}, {"model": 1.0}, 0.0)
     assert scored.scores_E.tolist() == [0.0, 0.0, 0.0, -1.0]
     assert scored.metrics == {} and scored.failures.share == 1.0

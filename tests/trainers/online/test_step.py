@@ -30,7 +30,7 @@ def make_micro(index: tuple[int, ...], device_type: str) -> Micro:
 
 
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_together_as_one_by_one(device_type: str, name: str) -> None:
+def test_advantages_do_not_depend_on_micro_batches(device_type: str, name: str) -> None:
     settings = AdvantageSettings(ADVANTAGES[name], OPTIONS[name], "verl")
 
     def run(micros: list[Micro]) -> None:

@@ -48,7 +48,7 @@ def test_another_numbering_is_refused(tiny: Path, tmp_path: Path, field: str) ->
         check_online(online_recipe(tiny, tmp_path, "cpu", **other))
 
 
-def test_tokens_that_a_reward_model_lacks(tiny: Path, tmp_path: Path) -> None:
+def test_warns_of_tokens_that_a_reward_model_lacks(tiny: Path, tmp_path: Path) -> None:
     role = ROLES["reward.model.path"]
     path = copied(tiny, tmp_path / "judge", lambda vocabulary: vocabulary.pop("~") and None)
     (warning,) = check_online(online_recipe(tiny, tmp_path, "cpu", **role(path)))
@@ -59,7 +59,7 @@ def test_tokens_that_a_reward_model_lacks(tiny: Path, tmp_path: Path) -> None:
         check_online(online_recipe(tiny, tmp_path, "cpu", **role(path)))
 
 
-def test_a_reward_model_without_a_tokenizer(tiny: Path, tmp_path: Path) -> None:
+def test_warns_of_a_reward_model_without_a_tokenizer(tiny: Path, tmp_path: Path) -> None:
     path = Path(copied(tiny, tmp_path / "judge"))
     for name in FILES[1:]:
         (path / name).unlink()

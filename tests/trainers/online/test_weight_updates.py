@@ -152,7 +152,7 @@ def engines(
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("fault", ["none", "dies"])
-def test_a_good_update(tiny: Path, tmp_path: Path, fault: str) -> None:
+def test_engines_take_a_good_update(tiny: Path, tmp_path: Path, fault: str) -> None:
     said: list[str] = []
     trained = further(tiny, 1)
     with engines(tiny, tmp_path, fault, said) as both:
