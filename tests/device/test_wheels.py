@@ -307,6 +307,21 @@ def test_device_memory_is_shared_as_torch_shares_it(wheel: Wheel) -> None:
     assert "torch.multiprocessing.reductions.reduce_tensor = " in file.read_text(), "found when it is called"
 
 
+def test_a_communicator_of_hccl_is_aborted_with_a_reason(wheel: Wheel) -> None:
+    """`device.exchange.abort` calls it as torch_npu's own Python does."""
+    if wheel.version not in GROUPED:
+        pytest.skip("isotrain needs torch 2.10")
+    tree = ast.parse((wheel.package.root / "distributed" / "distributed_c10d.py").read_text())
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "abort_hccl_comm"
+    ]
+    assert calls and all(len(call.args) == 1 and not call.keywords for call in calls)
+    assert b"abort_hccl_comm\0" in (wheel.package.root / "lib" / "libtorch_npu.so").read_bytes()
+
+
 def test_hccl_is_a_registered_backend(wheel: Wheel) -> None:
     """With torch's extended arguments: so a group can be made of a store, beside that of the ranks."""
     places = [wheel.package.root / name for name in ("__init__.py", "_init/registry/distributed.py")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import npusim
 import pytest
@@ -12,9 +14,9 @@ import torch_npu
 from receivers import Receiver, ready
 
 from isotrain.errors import WeightUpdateError
-from isotrain.weights.devices import HostCarrier, _DeviceCarrier
+from isotrain.weights.devices import CollectiveCarrier, HostCarrier, _DeviceCarrier
 from isotrain.weights.digest import HOST, checksum, checksums
-from isotrain.weights.stream import StreamSender
+from isotrain.weights.stream import Control, Deadline, StreamSender
 from isotrain.weights.transport import TRANSPORTS
 
 pytestmark = pytest.mark.heavy
@@ -146,3 +148,15 @@ def test_the_host_shares_no_device_memory() -> None:
     sender.announce(1, 0, TIMEOUT)
     with pytest.raises(WeightUpdateError, match="cannot be sent from device to device: cpu is none"):
         sender.send([], 1)
+
+
+def test_a_stuck_broadcast_ends_its_communicator() -> None:
+    """HCCL's groups inherit torch's `abort`, which does nothing, and have a call of their own."""
+    reasons: list[str] = []
+    stuck = SimpleNamespace(is_completed=lambda: False)
+    carrier = object.__new__(CollectiveCarrier)
+    carrier._control = cast(Control, SimpleNamespace(deadline=Deadline(0.0)))
+    carrier._group = SimpleNamespace(broadcast=lambda *_: stuck, abort_hccl_comm=reasons.append)
+    with pytest.raises(WeightUpdateError, match="did not arrive within 0 s"):
+        carrier.send(torch.zeros(1))
+    assert reasons == ["a bucket of weights did not arrive within 0 s"]

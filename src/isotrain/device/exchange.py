@@ -35,6 +35,16 @@ def private_group(backend: str, store: Any, rank: int, size: int, timeout: timed
     return plugin.creator_fn(plugin_options, None)
 
 
+def abort(group: Any, reason: str) -> None:
+    """End what a group of `private_group` has begun, and its communicator."""
+    # HCCL's groups do not override torch's `abort`, which does nothing.
+    abort_hccl = getattr(group, "abort_hccl_comm", None)
+    if abort_hccl is None:
+        group.abort()
+    else:
+        abort_hccl(reason)
+
+
 # Of the arguments from which torch rebuilds a tensor in another process: those that a flat tensor of bytes
 # does not settle. Places 0 to 5 are its type, shape, strides, offset, storage type and dtype, 6 the device.
 _TOLD = (7, 8, 9, 11, 12, 13, 14)

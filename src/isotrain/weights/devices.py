@@ -12,7 +12,7 @@ import torch.distributed
 
 from isotrain.device.accelerator import Accelerator
 from isotrain.device.detect import find_device
-from isotrain.device.exchange import open_shared, private_group, share
+from isotrain.device.exchange import abort, open_shared, private_group, share
 from isotrain.errors import WeightUpdateError
 from isotrain.weights.digest import HOST
 from isotrain.weights.stream import Carrier, Control, StreamTransport, from_sender
@@ -147,8 +147,9 @@ class CollectiveCarrier(_DeviceCarrier):
         # Waiting for the work itself would only queue the wait on the device, where it has no end.
         while not work.is_completed():
             if deadline.over():
-                self._group.abort()
-                raise WeightUpdateError(f"a bucket of weights did not arrive within {deadline.seconds:g} s")
+                problem = f"a bucket of weights did not arrive within {deadline.seconds:g} s"
+                abort(self._group, problem)
+                raise WeightUpdateError(problem)
             time.sleep(0.0005)
         work.wait()
 
