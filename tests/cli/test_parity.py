@@ -156,6 +156,8 @@ def test_an_acceptance_rule_and_its_tables(tmp_path: Path) -> None:
         "acceptance.md",
         "acceptance.zh.md",
         "row.md",
+        "summary.md",
+        "summary.zh.md",
     }
     slower = compare(pair[0], log(tmp_path / "c.log", -0.2), *pair[2:])
     assert slower.exit_code == 1 and "**broken**" in slower.output

@@ -122,6 +122,8 @@ def test_the_files(tmp_path: Path) -> None:
         "plots/difference-train-loss.png",
         "report.html",
         "row.md",
+        "summary.md",
+        "summary.zh.md",
         "verdict.json",
     ]
     for file in tmp_path.rglob("*.png"):

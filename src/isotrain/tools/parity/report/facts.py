@@ -94,11 +94,11 @@ def markdown_row(verdict: Verdict, date: str) -> str:
         "throughput ratio": number(told_facts.throughput),
         "date": date,
     }
-    header, row = " | ".join(cells), " | ".join(map(_safe, cells.values()))
+    header, row = " | ".join(cells), " | ".join(map(safe_cell, cells.values()))
     return f"| {header} |\n|{'---|' * len(cells)}\n| {row} |\n"
 
 
-def _safe(text: str) -> str:
+def safe_cell(text: str, longest: int = _LONGEST_CELL) -> str:
     """Text that Markdown shows as it is: no cell ends early, no link or tag begins."""
-    shown = "".join(letter if letter.isprintable() else " " for letter in text)[:_LONGEST_CELL]
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)[:longest]
     return html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", shown), quote=False)

@@ -1,4 +1,4 @@
-"""A verdict's directory: verdict.json, report.html, the plots, a row for a matrix."""
+"""A verdict's directory: verdict.json, report.html, the plots, a row for a matrix, summaries in Markdown."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from isotrain.observe.run_directory import write_atomically
 from isotrain.tools.parity.compare.power import Power, evidence_of
 from isotrain.tools.parity.report.facts import markdown_row
 from isotrain.tools.parity.report.page import page
+from isotrain.tools.parity.report.summary import SUMMARIES, summary
 from isotrain.tools.parity.report.text import plain
 from isotrain.tools.parity.verdict import Verdict
 
@@ -39,16 +40,24 @@ def write_report(verdict: Verdict, directory: Path, *, power: Power | None) -> N
         pictures = draw(verdict)
         more = max(0, len(metrics_shown(verdict)) - MOST_METRICS)
         html, row = page(verdict, pictures, more, power, date), markdown_row(verdict, date)
+        summaries = {file: summary(verdict, language) for language, file in SUMMARIES.items()}
         plots = directory / PLOTS
         plots.mkdir(parents=True, exist_ok=True)
         # A kill from here on leaves no page of another verdict, in a directory that is taken again.
-        for old in (directory / PAGE, directory / ROW, *plots.glob("*.png")):
+        for old in (
+            directory / PAGE,
+            directory / ROW,
+            *(directory / file for file in summaries),
+            *plots.glob("*.png"),
+        ):
             if old.parent == directory or old.name.startswith(_OURS):
                 old.unlink(missing_ok=True)
         write_atomically(directory / VERDICT, as_text)
         for picture in pictures:
             write_atomically(plots / picture.file, picture.png)
         write_atomically(directory / ROW, row)
+        for file, text in summaries.items():
+            write_atomically(directory / file, text)
         write_atomically(directory / PAGE, html)
     except OSError as error:
         raise DataError(
