@@ -53,8 +53,11 @@ def test_a_broken_rule_makes_runs_different(tmp_path: Path) -> None:
 
 def test_other_lengths_are_in_the_first_sentence(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", steps=20))
-    assert result.exit_code == 0
-    assert "over 20 steps: the reference has 30, the candidate 20" in result.output.splitlines()[0]
+    assert result.exit_code == 2
+    assert "step 20" in result.output.splitlines()[0]
+    allowed = compare(tmp_path / "a.log", tmp_path / "b.log", "--allow", "steps")
+    assert allowed.exit_code == 0
+    assert "over 20 steps: the reference has 30, the candidate 20" in allowed.output.splitlines()[0]
 
 
 def test_which_answer_the_exit_code_gives(tmp_path: Path) -> None:
