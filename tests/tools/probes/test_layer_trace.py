@@ -111,7 +111,7 @@ def test_rows_go_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(sketch(x).numbers_KK, whole.numbers_KK, rtol=1e-12)
 
 
-def test_sketches_of_odd_shapes() -> None:
+def test_sketches_scalars_vectors_and_empty_tensors() -> None:
     assert sketch(torch.tensor(3.0)).norm == 3.0
     empty = sketch(torch.empty(0, 5))
     assert (empty.norm, empty.rows, empty.columns) == (0.0, 0, 5)
@@ -194,7 +194,7 @@ def test_names_do_not_show_adapters(job: Job, tmp_path: Path) -> None:
     assert "base_layer" not in told and ".default" not in told
 
 
-def test_a_critic(job: Job, tmp_path: Path) -> None:
+def test_records_a_critic(job: Job, tmp_path: Path) -> None:
     facts, numbers = recorded(job.critic(), tmp_path, critic_objective)
     assert "score.weight" in facts["names"]["update"] and "model.norm" in facts["names"]["activation"]
     # A new head is 0, and lets no gradient through to the layers before it.

@@ -28,7 +28,7 @@ def by_name(errors: OperatorRecorder) -> dict[str, dict[str, Any]]:
     return {row["operator"]: row for row in errors.as_json()["operators"]}
 
 
-def test_statistics_on_paper() -> None:
+def test_deviation_equals_a_sum_by_hand() -> None:
     oracle = torch.tensor([3.0, -4.0, 0.0], dtype=torch.float64)
     seen = deviation(torch.tensor([3.0, -4.01, 0.0]), oracle)
     assert seen is not None
@@ -175,7 +175,7 @@ def test_operators_that_the_host_cannot_compute_are_named() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_by_its_formula(causal: bool) -> None:
+def test_attention_equals_that_of_torch(causal: bool) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
     wanted = F.scaled_dot_product_attention(

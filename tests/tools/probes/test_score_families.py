@@ -25,7 +25,7 @@ def test_constants_come_from_the_config() -> None:
     assert attention_constants(qwen, 0).scale == 0.25 and rope_constants(qwen, None).head_size == 16
 
 
-def test_windows() -> None:
+def test_windows_come_from_the_config() -> None:
     mistral = Config.for_model("mistral", **SMALL, sliding_window=5)
     assert attention_constants(mistral, 0).window == 5
     kinds = ["sliding_attention", "full_attention"]
@@ -50,7 +50,7 @@ def test_what_is_not_known_is_not_tested(kind: str, options: dict[str, float], w
         attention_constants(Config.for_model(kind, **SMALL, **options), 0)
 
 
-def test_other_norms_and_rotations() -> None:
+def test_refuses_unknown_norms_and_rotations() -> None:
     with pytest.raises(UnknownError, match="does not state"):
         norm_constants(Config.for_model("llama", **SMALL), "model.layers.0.self_attn.q_a_layernorm")
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}

@@ -146,7 +146,7 @@ def test_constants_that_cannot_be_told() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_norm(dtype: str) -> None:
+def test_finds_a_norms_epsilon_and_gain(dtype: str) -> None:
     (epsilon, gain, bias), _ = norm_fit(0, dtype)[0].estimates, None
     assert close(epsilon, 0) and close(gain, 0) and close(bias, 0)
     wrong, rounding = norm_fit(1, dtype, epsilon=1e-5)
@@ -160,7 +160,7 @@ def test_a_norm(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.02, 0.98, 1.5, 0.25])
-def test_an_attention_scale(dtype: str, scale: float) -> None:
+def test_finds_an_attention_scale(dtype: str, scale: float) -> None:
     found, rounding = attention_fit(0, dtype, scale=scale)
     by_scale, gain, bias = found.estimates
     assert close(by_scale, scale - 1) and by_scale.error is not None and by_scale.error < 1e-3
@@ -170,7 +170,7 @@ def test_an_attention_scale(dtype: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_attention_gain(dtype: str) -> None:
+def test_finds_an_attention_gain(dtype: str) -> None:
     by_scale, gain, _ = attention_fit(0, dtype, gain=0.99)[0].estimates
     assert close(gain, -0.01) and close(by_scale, 0.0)
 
@@ -185,7 +185,7 @@ def test_an_attention_gain(dtype: str) -> None:
     ],
     ids=lambda rope: rope.kind,
 )
-def test_a_rotary_base(dtype: str, rope: Rope) -> None:
+def test_finds_a_rotary_base(dtype: str, rope: Rope) -> None:
     for factor in (1.0, 1.01, 0.9, 50.0):
         base, gain = rotary_fit(dtype, rope, rope.base * factor)[0].estimates
         assert base.off == pytest.approx(factor - 1, abs=1e-3 * factor), factor

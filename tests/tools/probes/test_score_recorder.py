@@ -113,7 +113,9 @@ def test_training_does_not_notice_it_and_it_goes(job: Job, tmp_path: Path) -> No
     assert jobs.same(jobs.local(plain), jobs.local(tested))
 
 
-def test_adapters_and_padding(host: Callable[[Path], Job], tiny: Path, tmp_path: Path) -> None:
+def test_tests_models_with_adapters_and_padding(
+    host: Callable[[Path], Job], tiny: Path, tmp_path: Path
+) -> None:
     job = host(tiny / "model")
     plain = offs(recorded(job.policy(), tmp_path / "plain"))
     for name, options in {"lora": {"lora": {"rank": 4}}, "padded": {"attention": "padded"}}.items():
@@ -123,7 +125,7 @@ def test_adapters_and_padding(host: Callable[[Path], Job], tiny: Path, tmp_path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_norms_of_queries(host: Callable[[Path], Job], tmp_path: Path, dtype: str) -> None:
+def test_tests_norms_of_queries(host: Callable[[Path], Job], tmp_path: Path, dtype: str) -> None:
     make_tiny(tmp_path / "tiny", train_rows=8, validation_rows=8, architecture="qwen3")
     engine = host(tmp_path / "tiny" / "model").policy(dtype=dtype)
     layers: Any = engine.model.pretrained.model.layers

@@ -84,7 +84,7 @@ def test_nothing_of_the_machine_is_in_it(tmp_path: Path) -> None:
         ({"a": ["/x/y", 1.5, None]}, {"a": ["y", 1.5, None]}),
     ],
 )
-def test_paths_of_a_machine(given: Any, expected: Any) -> None:
+def test_removes_paths_of_a_machine(given: Any, expected: Any) -> None:
     assert portable(given) == expected
 
 
@@ -229,7 +229,7 @@ def test_wrong_values_are_told_by_field(
     ],
     ids=lambda value: value[:20] if isinstance(value, bytes) else None,
 )
-def test_hostile_files(tmp_path: Path, data: bytes, message: str) -> None:
+def test_refuses_hostile_files(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "c.json"
     path.write_bytes(data)
     with pytest.raises(DataError, match=message) as error:
@@ -244,7 +244,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             read_certificate(tmp_path / name)
 
 
-def test_too_many_curves(tmp_path: Path) -> None:
+def test_refuses_too_many_curves(tmp_path: Path) -> None:
     def many(content: dict[str, Any]) -> None:
         content["curves"] |= {f"{number}/loss": content["curves"]["train/loss"] for number in range(64)}
 

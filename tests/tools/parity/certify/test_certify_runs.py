@@ -38,7 +38,7 @@ def test_a_plan_says_what_it_buys() -> None:
     assert "no envelope" in " ".join(plan(5, 10, 10).words())
 
 
-def test_what_they_vary() -> None:
+def test_members_vary_what_only_rounds_otherwise() -> None:
     recipe = load_recipe("tiny-sft")
     found = member_settings(recipe, 8, ranks=True)
     assert [settings[0] for settings in found] == [f"model.perturbation={n}" for n in range(1, 9)]

@@ -128,7 +128,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forgery(tmp_path: Path, originals: dict[str, str], name: str) -> None:
+def test_finds_a_forgery(tmp_path: Path, originals: dict[str, str], name: str) -> None:
     change, found_by = FORGERIES[name]
     path = tmp_path / "c.json"
     path.write_text(originals[next((kind for kind in ("simulated", "mesh") if kind in name), "")])

@@ -40,7 +40,7 @@ def key(tmp_path: Path) -> Path:
     return make_key(tmp_path / "key")
 
 
-def test_signed_and_listed(certificate: Path, key: Path) -> None:
+def test_knows_listed_signers(certificate: Path, key: Path) -> None:
     assert signature_of(certificate).state == "unsigned"
     assert sign(certificate, key) == signature_path(certificate)
     signers = listed(certificate.parent / "allowed_signers", key, options=f'namespaces="{NAMESPACE}"')
@@ -71,7 +71,7 @@ def test_trusted_signers_come_with_the_package(
     assert signature_of(certificate).state == "signed"
 
 
-def test_wrong_signatures(tmp_path: Path, certificate: Path, key: Path) -> None:
+def test_refuses_wrong_signatures(tmp_path: Path, certificate: Path, key: Path) -> None:
     signers = listed(tmp_path / "signers", key)
     sign(certificate, key)
     assert signature_of(certificate, signers).state == "signed"
@@ -94,7 +94,7 @@ def test_a_key_that_is_listed_for_something_else(
     assert signature_of(certificate, listed(tmp_path / "signers", key, options=options)).state != "signed"
 
 
-def test_a_signature_for_something_else(tmp_path: Path, certificate: Path, key: Path) -> None:
+def test_refuses_a_signature_for_something_else(tmp_path: Path, certificate: Path, key: Path) -> None:
     command = ["ssh-keygen", "-Y", "sign", "-n", "git", "-f", str(key), str(certificate)]
     subprocess.run(command, check=True, timeout=60, capture_output=True)
     assert signature_of(certificate, listed(tmp_path / "signers", key)).state == "wrong"
@@ -107,7 +107,9 @@ def test_only_what_is_right_in_itself_is_signed(certificate: Path, key: Path) ->
     assert not signature_path(certificate).exists()
 
 
-def test_mistakes(tmp_path: Path, certificate: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_cannot_be_signed(
+    tmp_path: Path, certificate: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(CertificateError, match="no such file"):
         sign(certificate, tmp_path / "absent")
     (tmp_path / "text").write_text("no key")
@@ -130,7 +132,7 @@ def test_mistakes(tmp_path: Path, certificate: Path, key: Path, monkeypatch: pyt
         sign(certificate, key)
 
 
-def test_a_tool_that_hangs(
+def test_stops_a_tool_that_hangs(
     tmp_path: Path, certificate: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "bin" / "ssh-keygen"
@@ -143,7 +145,7 @@ def test_a_tool_that_hangs(
         sign(certificate, key)
 
 
-def test_a_passphrase_without_a_terminal(tmp_path: Path, certificate: Path) -> None:
+def test_refuses_a_passphrase_without_a_terminal(tmp_path: Path, certificate: Path) -> None:
     key = make_key(tmp_path / "locked", "a passphrase")
     code = "import sys; from isotrain.cli.main import main; sys.argv[0] = 'isotrain'; main()"
     command = [sys.executable, "-c", code, "parity", "sign", str(certificate), "--key", str(key)]

@@ -114,7 +114,7 @@ def test_finds_what_contradicts_the_curves(
     assert wrong(verify(rewrite(path, change))) == names
 
 
-def test_levels_computed_again(path: Path) -> None:
+def test_computes_levels_again(path: Path) -> None:
     names = [finding.name for finding in verify(path, again=levels_again) if finding.state == "right"]
     assert {"P2 again", "P3 again"} <= set(names)
     level = next(one for one in levels_again(read_certificate(path)) if one.name == "P3")

@@ -67,7 +67,7 @@ def test_published_rules_mean_hundredths_of_the_unit() -> None:
         ("closs", None),
     ],
 )
-def test_kinds_of_metrics(name: str, kind: str | None) -> None:
+def test_tells_kinds_of_metrics(name: str, kind: str | None) -> None:
     assert kind_of(name) == kind
 
 
@@ -89,7 +89,7 @@ def test_numbers_that_are_none() -> None:
         compare(run(), run("b"), allow=["nan"])
 
 
-def test_other_recipes_and_data() -> None:
+def test_finds_other_recipes_and_data() -> None:
     recipe = {"optimizer": {"lr": 1e-5}, "device": {"type": "cpu"}, "output": "a"}
     other = {"optimizer": {"lr": 2e-5}, "device": {"type": "npu"}, "output": "b"}
     found = compare(run(recipe=recipe, data={"train": "x"}), run("b", recipe=other, data={"train": "y"}))
@@ -100,7 +100,7 @@ def test_other_recipes_and_data() -> None:
     assert not allowed.differences and [one.name for one in allowed.allowed] == ["recipe"]
 
 
-def test_a_replay_in_another_place() -> None:
+def test_a_replay_in_another_place_has_no_differences() -> None:
     """Where responses come from is free; so are paths, but only where what is there has the same digest."""
     data, models = {"train": "x"}, {"model": "y"}
     recipe = {"model": {"path": "here"}, "data": {"train": "a.jsonl"}, "rollout": {"n": 4, "replay": None}}
@@ -121,7 +121,7 @@ def test_what_differs_around_them() -> None:
     ]
 
 
-def test_nothing_in_common() -> None:
+def test_refuses_runs_with_nothing_in_common() -> None:
     with pytest.raises(DataError, match="no loss or reward in common"):
         compare(RunLog(Path("a"), "test", {}), run("b"))
     late = run("b", metrics={"train/loss": Series(np.arange(11, 21), np.ones(10))})
@@ -131,7 +131,7 @@ def test_nothing_in_common() -> None:
         compare(run(), run("b"), ["x"])
 
 
-def test_json() -> None:
+def test_json_has_curves_and_rules() -> None:
     told = compare(run(), run("b", shift=0.1)).as_json()
     assert (
         told["steps"]["train/loss"]["compared"] == 10

@@ -138,7 +138,7 @@ def runs(*levels: float) -> list[np.ndarray]:
     return [np.full(8, level) for level in levels]
 
 
-def test_pairs_by_hand() -> None:
+def test_interval_of_pairs_equals_a_sum_by_hand() -> None:
     """Differences 1, 2, 3: mean 2, standard error 1/sqrt(3), t(2) of 97.5 % = 4.3027."""
     found = effect_of_runs("loss", "loss", 10.0, runs(0, 0, 0), runs(1, 2, 3), paired=True, tests=1)
     whole = found.of(WHOLE)
@@ -156,7 +156,7 @@ def test_unpaired_runs_by_hand() -> None:
     assert found.of(WHOLE).chance == pytest.approx(stats.ttest_ind(b, a, equal_var=False).pvalue)
 
 
-def test_one_candidate_beside_reruns_of_the_reference() -> None:
+def test_interval_beside_reruns_equals_a_sum_by_hand() -> None:
     """A further run of the same kind lies within t(2) * s * sqrt(1 + 1/3)."""
     found = effect_of_runs(
         "reward", "reward", 0.04, runs(0.50, 0.51, 0.49), runs(0.505), paired=False, tests=1

@@ -66,7 +66,7 @@ def test_an_equals_sign_in_a_name() -> None:
         ("\x1b[31m", r"has no metric '\x1b[31m'"),
     ],
 )
-def test_errors(text: str, message: str) -> None:
+def test_refuses_names_with_a_suggestion(text: str, message: str) -> None:
     a, b = run("a.csv", loss=1.0, reward=2.0), run("b.csv", train__loss=3.0, reward=4.0)
     with pytest.raises(DataError) as error:
         choose([text], a, b)

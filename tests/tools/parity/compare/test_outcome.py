@@ -132,7 +132,7 @@ def test_reruns_bring_the_spread_between_runs_in(tmp_path: Path) -> None:
     assert among.outcome.effects[0].evidence == "5 runs of the reference, one of the candidate"
 
 
-def test_pairs_of_seeds(tmp_path: Path) -> None:
+def test_pairs_of_seeds_can_prove_equivalence(tmp_path: Path) -> None:
     pairs = [
         tuple(written(tmp_path / f"{side}{seed}.jsonl", sampled(seed + 50 * side)) for side in (0, 1))
         for seed in range(20, 26)
@@ -208,7 +208,7 @@ def test_a_log_may_lack_what_came_after_its_last_record(every: int, last: int, e
     assert bool(compare(whole, replace(whole, metrics=series)).objections) == early
 
 
-def test_margins() -> None:
+def test_reads_margins_and_refuses_wrong_ones() -> None:
     metrics = ["train/loss", "critic/rewards/mean"]
     assert margins_of(["reward=0.1"], metrics) == {"critic/rewards/mean": 0.1}
     assert margins_of(["train/loss=1e-3"], metrics) == {"train/loss": 1e-3}

@@ -99,7 +99,7 @@ P1, P3 = Level("P1", "same", "agree"), Level("P3", "same", "inside")
         (verdict("paired", "runs/here", P1), "replay"),
     ],
 )
-def test_the_evidence_of_a_verdict(found: Verdict, evidence: str) -> None:
+def test_names_the_evidence_of_a_verdict(found: Verdict, evidence: str) -> None:
     assert evidence_of(found) == evidence
 
 
@@ -123,7 +123,7 @@ def test_nothing_tried_is_nothing_known() -> None:
     assert table().of("reruns") is None and "reruns" not in table().as_json()["evidence"]
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "power.json"
     assert load_power(path) is None
     path.write_text(json.dumps(table().as_json()))

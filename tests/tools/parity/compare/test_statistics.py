@@ -15,7 +15,7 @@ def curve(seed: int = 0) -> np.ndarray:
     return 2 * np.exp(-STEPS / 30) + draw.normal(0, 0.05, len(STEPS))
 
 
-def test_by_hand() -> None:
+def test_distances_equal_a_sum_by_hand() -> None:
     found = apart(np.array([1, 2, 4]), np.array([2.0, 1.0, 0.5]), np.array([2.0, 1.1, 0.2]))
     assert found.mean_absolute == pytest.approx((0 + 0.1 + 0.3) / 3)
     assert found.mean_relative == pytest.approx((0 + 0.1 + 0.6) / 3)
@@ -27,14 +27,14 @@ def test_by_hand() -> None:
     assert found.share_of_flat == pytest.approx((0.4 / 3) / (10 / 18))
 
 
-def test_the_same_curve() -> None:
+def test_a_curve_equals_itself() -> None:
     found = apart(STEPS, curve(), curve())
     assert found.mean_absolute == found.largest == found.signed_mean == 0.0
     assert (found.signed_interval.low, found.signed_interval.high) == (0.0, 0.0)
     assert found.parts_at is None and found.change_correlation == pytest.approx(1.0)
 
 
-def test_curves_that_part() -> None:
+def test_finds_where_curves_part() -> None:
     other = curve() + 1e-5
     other[40:] += 0.05
     assert apart(STEPS, curve(), other).parts_at == 41
@@ -53,7 +53,7 @@ def test_other_data_is_told_apart_where_the_published_rule_is_not() -> None:
     assert found.share_of_flat > 100 * honest.share_of_flat
 
 
-def test_zero_and_flat_references() -> None:
+def test_zero_and_flat_references_have_no_relative_error() -> None:
     found = apart(np.array([1, 2]), np.array([0.0, 0.0]), np.array([0.1, 0.1]))
     assert found.mean_relative is None and found.share_of_flat is None and found.change_correlation is None
     one = apart(np.array([7]), np.array([1.0]), np.array([1.5]))
@@ -80,7 +80,7 @@ def test_a_shift_is_outside_the_interval() -> None:
     assert block_interval(shifted).low > 0
 
 
-def test_correlation_and_throughput() -> None:
+def test_computes_correlation_and_throughput() -> None:
     a = np.array([1.0, 2.0, 3.0])
     assert correlation(a, -a) == pytest.approx(-1.0) and correlation(a[:1], a[:1]) is None
     ratio = throughput(np.array([100.0, 100.0]), np.array([50.0, 70.0]))

@@ -94,7 +94,7 @@ def test_a_reference_that_is_not_the_policy() -> None:
     assert passed(narrow) == {"train/loss": True, "train/margin": True}
 
 
-def test_weights_of_kto() -> None:
+def test_unequal_weights_of_kto_have_no_anchor() -> None:
     metrics = {"train/loss": 1.0, "train/kl": 0.0}
     equal = {"name": "kto", "beta": 0.1, "desirable_weight": 2.0, "undesirable_weight": 2.0}
     assert passed(run_of(metrics, equal)) == {"train/loss": True, "train/kl": True}
@@ -119,7 +119,7 @@ def test_one_update_is_on_policy() -> None:
     assert passed(penalty) == {"actor/reward_kl_penalty": False}
 
 
-def test_advantages_of_a_group() -> None:
+def test_advantages_of_a_group_have_mean_zero() -> None:
     metrics = {"critic/advantages/mean": 0.1, "response_length/min": 6.0, "response_length/max": 6.0}
     assert passed(run_of(metrics, ONLINE, **SAMPLED)) == {"critic/advantages/mean": False}
     assert passed(run_of({**metrics, "critic/advantages/mean": 1e-8}, ONLINE, **SAMPLED)) == {
@@ -150,7 +150,7 @@ def test_nothing_is_known_of_other_runs(recipe: Any) -> None:
     assert not anchors(RunLog(Path("run"), "isotrain run", loss, recipe))
 
 
-def test_strange_numbers_of_a_recipe() -> None:
+def test_accepts_strange_numbers_of_a_recipe() -> None:
     for beta in (0, -1, "x", True, [0.1]):
         run = run_of({"train/loss": 25.0}, {"name": "dpo", "loss": "ipo", "beta": beta})
         assert len(anchors(run)) == 1

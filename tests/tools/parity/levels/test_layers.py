@@ -104,7 +104,7 @@ def test_two_devices_agree(tiny: Path, reference: Path, tmp_path: Path, fused: s
     json.dumps(level.evidence, allow_nan=False)
 
 
-def test_narrow_numbers_and_adapters(tiny: Path, tmp_path: Path) -> None:
+def test_compares_bfloat16_and_adapters(tiny: Path, tmp_path: Path) -> None:
     model: dict[str, Any] = {"dtype": "bfloat16", "lora": {"rank": 4}}
     a = train(tiny, tmp_path / "a", model=model)
     b = train(tiny, tmp_path / "b", "npu", model={**model, "fused": "on"})
@@ -206,7 +206,7 @@ def test_a_wrong_backward_is_between_two_layers(tampered: Callable[..., Level]) 
     assert cause.startswith("the backward of model.layers.1") and cause.endswith("self_attn.o_proj")
 
 
-def test_a_scaled_loss(tampered: Callable[..., Level]) -> None:
+def test_finds_a_scaled_loss(tampered: Callable[..., Level]) -> None:
     def tamper(engine: TrainingEngine) -> None:
         def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
             return output[0] * 1.02, output[1]
@@ -218,7 +218,7 @@ def test_a_scaled_loss(tampered: Callable[..., Level]) -> None:
     assert level.causes == ("the loss: its mask, its scale or its aggregation",)
 
 
-def test_a_shifted_mask(tampered: Callable[..., Level]) -> None:
+def test_finds_a_shifted_mask(tampered: Callable[..., Level]) -> None:
     def shift(module: torch.nn.Module, arguments: tuple[Any, ...]) -> Any:
         tokens, positions, lengths, predict_N, targets_N, *rest = arguments
         return tokens, positions, lengths, predict_N.roll(1), targets_N.roll(1), *rest
@@ -229,7 +229,7 @@ def test_a_shifted_mask(tampered: Callable[..., Level]) -> None:
     assert level.evidence["layers"] == [] and level.evidence["first"]["kind"] == "data"
 
 
-def test_other_data(tampered: Callable[..., Level]) -> None:
+def test_finds_other_data(tampered: Callable[..., Level]) -> None:
     level = tampered(lambda engine: None, data={"batch_size": 4})
     assert level.state == "different" and level.causes == ("data order, chat template or tokenizer",)
 
@@ -259,7 +259,7 @@ def test_a_resumed_run_keeps_what_its_start_recorded(tiny: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_on_two_devices(tiny: Path, tmp_path: Path, dtype: str) -> None:
+def test_compares_two_ranks_on_two_devices(tiny: Path, tmp_path: Path, dtype: str) -> None:
     for device_type in ("cpu", "npu"):
         recipe = tiny_recipe(
             tiny,
@@ -367,13 +367,13 @@ def drop(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         (lambda tensors, metadata: metadata.update(digests="{}"), "digests"),
     ],
 )
-def test_hostile_files(reference: Path, copied: Path, change: Any, message: str) -> None:
+def test_refuses_hostile_files(reference: Path, copied: Path, change: Any, message: str) -> None:
     rewrite(copied, change)
     with pytest.raises(DataError, match=message):
         layers_level(reference, copied, dtype="float32")
 
 
-def test_a_claim_of_endless_ranks(reference: Path, copied: Path) -> None:
+def test_reads_nothing_for_a_claim_of_endless_ranks(reference: Path, copied: Path) -> None:
     rewrite(copied, lambda tensors, metadata: metadata.update(ranks=str(10**10)))
     assert layers_level(reference, copied, dtype="float32").state == "not run"
 

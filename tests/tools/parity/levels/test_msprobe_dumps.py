@@ -71,13 +71,13 @@ def test_a_wrong_scale_is_named_by_its_layer_and_its_constant(dumps: Path, name:
     assert ATTENTION in modules.causes[0]
 
 
-def test_a_wrong_scale_in_bfloat16(dumps: Path) -> None:
+def test_finds_a_wrong_scale_in_bfloat16(dumps: Path) -> None:
     """Where the statistics themselves are rounded, the constant still shows what a norm may hide."""
     apis, _ = levels(dumps, "reference-bf16", "scale-bf16")
     assert apis.state == "different" and f"in {ATTENTION}" in apis.words and "scale is 0.388909" in apis.words
 
 
-def test_dumps_of_modules_or_apis_alone(dumps: Path) -> None:
+def test_compares_dumps_of_modules_or_apis_alone(dumps: Path) -> None:
     apis, modules = levels(dumps, "modules", "modules-scale")
     assert apis.state == "not run" and "level L1 or mix" in apis.words
     assert modules.state == "different" and ATTENTION in modules.words
@@ -96,7 +96,7 @@ def test_other_tokens_are_no_difference_of_the_computation(dumps: Path) -> None:
     assert result.exit_code == 2 and "Computation: inconclusive. " in result.output
 
 
-def test_other_tokens_between_the_same_largest_and_smallest(dumps: Path, tmp_path: Path) -> None:
+def test_finds_other_tokens_between_the_same_largest_and_smallest(dumps: Path, tmp_path: Path) -> None:
     """Then only the rows that are looked up tell, at every step."""
 
     def others(call: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def test_other_tokens_between_the_same_largest_and_smallest(dumps: Path, tmp_pat
         assert ("of 1 step" in level.words) == (step == "step1")
 
 
-def test_other_weights(dumps: Path, tmp_path: Path) -> None:
+def test_finds_other_weights(dumps: Path, tmp_path: Path) -> None:
     def heavier(call: dict[str, Any]) -> None:
         call["parameters"]["weight"]["Norm"] *= 1.01
 
@@ -143,7 +143,7 @@ def test_the_step_after_an_update_is_judged_less_strictly(dumps: Path, tmp_path:
         assert dump_levels(dumps / "modules", changed)[1].state == state, (step, factor)
 
 
-def test_accumulated_micro_batches(dumps: Path) -> None:
+def test_counts_accumulated_micro_batches_as_one_step(dumps: Path) -> None:
     level = levels(dumps, "accumulated", "accumulated-other-kernels")[1]
     assert level.state == "same" and "31 modules in 164 calls of 1 step agree" in level.words, level.words
 
@@ -165,7 +165,7 @@ def test_a_number_that_is_none(dumps: Path, tmp_path: Path) -> None:
     assert level.state == "different" and "outputs of model.layers.0.mlp at step 0" in level.words
 
 
-def test_the_two_answers(dumps: Path, tmp_path: Path) -> None:
+def test_dumps_alone_answer_for_the_computation(dumps: Path, tmp_path: Path) -> None:
     verdict: Verdict = verdict_on(dumps / "reference", dumps / "scale")
     assert verdict.outcome.verdict == "inconclusive" and verdict.computation.verdict == "different"
     assert verdict.words.startswith("Outcome: inconclusive. Dumps of single steps have no curves")
@@ -180,7 +180,7 @@ def test_the_two_answers(dumps: Path, tmp_path: Path) -> None:
     assert honest.exit_code == 2 and "No level has followed whole runs" in honest.output
 
 
-def test_dumps_beside_logs(dumps: Path, tmp_path: Path) -> None:
+def test_takes_dumps_beside_logs(dumps: Path, tmp_path: Path) -> None:
     logs = []
     for name, shift in (("a", 0.0), ("b", 1e-9)):
         logs.append(tmp_path / f"{name}.csv")
@@ -202,7 +202,7 @@ def test_dumps_beside_logs(dumps: Path, tmp_path: Path) -> None:
         assert refused.exit_code == 2 and words in " ".join(refused.output.split()), refused.output
 
 
-def test_the_layout_of_verl(dumps: Path, tmp_path: Path) -> None:
+def test_reads_the_layout_of_verl(dumps: Path, tmp_path: Path) -> None:
     """`save_path/step_N/STAGE/step0/rank0`."""
     for run, variant in (("gpu", "modules"), ("npu", "modules-scale")):
         for step in (1, 2, 10):
@@ -240,7 +240,7 @@ def rewritten(
     return out / "changed"
 
 
-def test_hostile_dumps(dumps: Path, tmp_path: Path) -> None:
+def test_hostile_dumps_are_refused_or_compared(dumps: Path, tmp_path: Path) -> None:
     """A level or a DataError, whatever is in the files."""
     shutil.copytree(dumps / "apis", tmp_path / "a")
     (file,) = (tmp_path / "a").rglob("dump.json")
@@ -278,14 +278,14 @@ def test_hostile_dumps(dumps: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refused(tmp_path: Path, content: Any, words: str) -> None:
+def test_refuses_damaged_dumps(tmp_path: Path, content: Any, words: str) -> None:
     (tmp_path / "dump.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"dump\.json") as error:
         read_part(places(tmp_path)[0])
     assert words in str(error.value) and "\x1b" not in str(error.value)
 
 
-def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_dumps_beyond_the_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nested: Any = {}
     for _ in range(90):
         nested = [nested]

@@ -56,7 +56,7 @@ def level(tmp_path: Path, reference: list[Row], candidate: list[Row]) -> Level:
     )
 
 
-def test_as_good_as_the_reference(tmp_path: Path) -> None:
+def test_same_if_as_good_as_the_reference(tmp_path: Path) -> None:
     found = level(
         tmp_path, [row(), row("aten.exp.default")], [row(error=2e-7), row("aten.exp.default", error=0.0)]
     )
@@ -150,7 +150,7 @@ def test_operators_of_one_side_are_listed_and_held_to_their_type(tmp_path: Path)
     assert wrong.state == "different" and wrong.words.startswith(fused.removesuffix(".default"))
 
 
-def test_nothing_in_common(tmp_path: Path) -> None:
+def test_cannot_tell_without_operators_in_common(tmp_path: Path) -> None:
     assert level(tmp_path, [row()], [row(shapes="[3, 3] [3, 3]")]).state == "cannot tell"
 
 

@@ -81,12 +81,12 @@ def test_where_they_part_is_told() -> None:
 
 
 @pytest.mark.parametrize(("offset", "state"), [(0.0, "same"), (1e-3, "cannot tell"), (0.1, "different")])
-def test_flat_curves(offset: float, state: str) -> None:
+def test_compares_flat_curves(offset: float, state: str) -> None:
     flat = np.full(20, 2.0)
     assert paired_level(compare(run_of(loss=flat), run_of(loss=flat + offset))).state == state
 
 
-def test_a_training_that_rounding_alone_pulls_apart() -> None:
+def test_cannot_tell_where_rounding_alone_pulls_runs_apart() -> None:
     """Where runs of the reference swing apart among themselves, the candidate may."""
     swings = np.where(np.arange(80) % 2, 0.8, -0.8) * (np.arange(80) >= 24)
     members = [run_of(loss=REFERENCE + sign * swings) for sign in (1, -1, 0.5)]

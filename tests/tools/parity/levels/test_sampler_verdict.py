@@ -68,7 +68,7 @@ HONEST = {
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_false_alarms(name: str) -> None:
+def test_false_alarms_are_as_rare_as_designed(name: str) -> None:
     """Designed is 1 %: of 200 samples 2; 8 or more would come in one of a thousand cases."""
     verdicts = Counter(judged(HONEST[name], positions=300, seed=seed).verdict for seed in range(200))
     assert FALSE_ALARMS == 0.01 and verdicts["different"] <= 7, verdicts
@@ -123,7 +123,9 @@ def test_few_tokens_say_that_they_are_few() -> None:
         (Settings(top_k=8), Settings(), {}, "top-k is ignored"),
     ],
 )
-def test_power(asked: Settings, used: Settings | None, wrong: dict[str, int], words: str) -> None:
+def test_finds_each_fault_of_a_sampler(
+    asked: Settings, used: Settings | None, wrong: dict[str, int], words: str
+) -> None:
     """A temperature that is 5 % off needs more tokens than a boundary that is one token off."""
     positions = 25_000 if "temperature" in words else 2000
     for seed in range(3):
@@ -133,14 +135,14 @@ def test_power(asked: Settings, used: Settings | None, wrong: dict[str, int], wo
 
 
 @pytest.mark.parametrize("asked", [Settings(), Settings(top_k=5)])
-def test_always_token_0(asked: Settings) -> None:
+def test_finds_a_sampler_that_always_draws_token_0(asked: Settings) -> None:
     drawn = Drawn(asked)
     drawn.add(make_logits(np.random.default_rng(0), 300), np.zeros(300, np.int64))
     result = judge_sampler(drawn)
     assert result.verdict == "different" and "always token 0" in result.words, result.words
 
 
-def test_greedy() -> None:
+def test_finds_a_greedy_sampler() -> None:
     logits_QV = make_logits(np.random.default_rng(0), 300)
     drawn = Drawn(Settings())
     drawn.add(logits_QV, logits_QV.argmax(1))
@@ -158,7 +160,7 @@ def test_a_fault_without_a_name() -> None:
     assert result.verdict == "different" and result.faults
 
 
-def test_ties_and_rounding_at_the_boundary() -> None:
+def test_accepts_ties_and_rounding_at_the_boundary() -> None:
     """Tokens of equal logits at the boundary, and logits of which the engine's differ by rounding."""
     random = np.random.default_rng(3)
     logits_QV = np.round(make_logits(random, 3000) * 2) / 2

@@ -111,7 +111,7 @@ def test_an_epsilon_that_nobody_notices_is_not_off(tmp_path: Path) -> None:
     assert not compare(tmp_path, module("norm"), own).different
 
 
-def test_words_of_an_epsilon(tmp_path: Path) -> None:
+def test_words_name_the_epsilon_and_its_interval(tmp_path: Path) -> None:
     own = module("norm", offs={"epsilon": 9.0})
     own["constants"][0]["confused"] = ["gain"]
     words = compare(tmp_path, module("norm"), own).words
@@ -127,7 +127,7 @@ def test_what_no_constant_explains_gets_no_name(tmp_path: Path) -> None:
     assert found.findings[0].candidate.state == "unexplained"
 
 
-def test_configs_that_state_something_else(tmp_path: Path) -> None:
+def test_finds_configs_that_state_something_else(tmp_path: Path) -> None:
     own = module("rotary")
     own["constants"][0]["stated"] = 5e5
     found = compare(tmp_path, module("rotary"), own)
@@ -170,7 +170,7 @@ def test_nothing_was_recorded(tmp_path: Path) -> None:
     assert score_tests(tmp_path, write(tmp_path / "b", module("norm"))) is None
 
 
-def test_modules_of_one_side(tmp_path: Path) -> None:
+def test_lists_modules_of_one_side(tmp_path: Path) -> None:
     a = write(tmp_path / "a", module("norm"), module("rotary"))
     found = score_tests(
         a, write(tmp_path / "b", module("norm"), not_tested={"model.x": "attention with dropout"})
@@ -196,14 +196,14 @@ def test_modules_of_one_side(tmp_path: Path) -> None:
         {"ranks": 0},
     ],
 )
-def test_files_of_strangers(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_refuses_files_of_strangers(tmp_path: Path, change: dict[str, Any]) -> None:
     a, b = write(tmp_path / "a", module("norm")), write(tmp_path / "b", module("norm"), **change)
     with pytest.raises(DataError) as error:
         score_tests(a, b)
     assert str(error.value).replace("\n", "").isprintable()
 
 
-def test_damaged_and_misleading_files(tmp_path: Path) -> None:
+def test_refuses_damaged_and_misleading_files(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", module("norm")), write(tmp_path / "b", module("norm"))
     file = b / "score_tests" / "step-000001-rank-00000.json"
     for content in (b"", b"[" * 100_000, b"\xff\xfe", b"{}"):

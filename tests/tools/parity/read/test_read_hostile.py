@@ -50,7 +50,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_mutations(tmp_path: Path, name: str) -> None:
+def test_mutated_logs_are_read_or_refused(tmp_path: Path, name: str) -> None:
     sample = SAMPLES[name](tmp_path / name)
     path = file_of(sample)
     data, draw = path.read_bytes(), random.Random(name)
@@ -74,7 +74,7 @@ def test_mutations(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_truncation(tmp_path: Path, name: str) -> None:
+def test_truncated_logs_are_read_or_refused(tmp_path: Path, name: str) -> None:
     sample = SAMPLES[name](tmp_path / name, steps=3)
     path = file_of(sample)
     data = path.read_bytes()
@@ -84,7 +84,7 @@ def test_every_truncation(tmp_path: Path, name: str) -> None:
             assert read_run(sample).metrics
 
 
-def test_random_bytes(tmp_path: Path) -> None:
+def test_refuses_random_bytes(tmp_path: Path) -> None:
     draw = random.Random(1)
     for name in ("a", "a.csv", "a.jsonl", "a.tfevents"):
         for size in (0, 1, 11, 12, 1000, 100_000):
@@ -116,13 +116,13 @@ def test_what_may_not_be_read(tmp_path: Path) -> None:
         read_run(tmp_path / "a.csv")
 
 
-def test_a_log_of_something_else(tmp_path: Path) -> None:
+def test_refuses_a_log_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("hello\nstep one\n" * 100)
     with pytest.raises(DataError, match="no metrics in it; give an isotrain run directory"):
         read_run(tmp_path / "log")
 
 
-def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_files_beyond_the_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(tmp_path / "large.csv", "wb") as file:
         file.write(b"step,a\n")
         file.truncate(bounded.MAX_BYTES + 1)  # sparse: takes no room

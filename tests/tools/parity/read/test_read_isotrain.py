@@ -94,7 +94,7 @@ def test_all_instruction_sets_that_can_be_certified_are_told_apart() -> None:
     assert {name for label in labels for name in backend(label).variables} <= set(INSTRUCTIONS)
 
 
-def test_curves_alone_and_a_torn_last_line(tmp_path: Path) -> None:
+def test_reads_curves_alone_and_skips_a_torn_last_line(tmp_path: Path) -> None:
     path = isotrain_run(tmp_path / "run")
     (path / "resolved.json").unlink()
     (path / "environment.json").unlink()
@@ -119,7 +119,7 @@ def test_curves_alone_and_a_torn_last_line(tmp_path: Path) -> None:
         ('{"step": 6, "\\u001b[31mred": 1}', "is not the name of a metric"),
     ],
 )
-def test_damaged_lines(tmp_path: Path, line: str, message: str) -> None:
+def test_refuses_damaged_lines(tmp_path: Path, line: str, message: str) -> None:
     path = isotrain_run(tmp_path / "run")
     with open(path / "metrics.jsonl", "a") as file:
         file.write(line + "\n")
@@ -139,7 +139,7 @@ def test_damaged_lines(tmp_path: Path, line: str, message: str) -> None:
         ("metrics.jsonl", "", "has the run taken a step"),
     ],
 )
-def test_damaged_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_refuses_damaged_files(tmp_path: Path, name: str, content: str, message: str) -> None:
     path = isotrain_run(tmp_path / "run")
     (path / name).write_text(content)
     with pytest.raises(DataError) as error:

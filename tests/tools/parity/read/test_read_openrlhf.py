@@ -28,7 +28,7 @@ def test_lines_of_steps_count_and_bars_beside_them_do_not(tmp_path: Path) -> Non
         ("Global step {}: ", "Eval at step {}: "),
     ],
 )
-def test_lines_of_every_version(tmp_path: Path, train: str, evaluation: str) -> None:
+def test_reads_lines_of_every_version(tmp_path: Path, train: str, evaluation: str) -> None:
     """The texts were taken from the sources of every tagged version."""
     before = "(PPOTrainer pid=7) INFO 06-30 01:02:03 ppo_trainer_async.py:244] "
     lines = [before + train.format(step) + str({"policy_loss": 0.5 / step}) for step in (1, 2, 3)]
@@ -43,7 +43,7 @@ def test_lines_of_every_version(tmp_path: Path, train: str, evaluation: str) -> 
     assert run.metrics["eval/eval_math_pass1"].steps_S.tolist() == [2] and run.notes == ()
 
 
-def test_values_of_a_line(tmp_path: Path) -> None:
+def test_reads_the_numbers_of_a_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(
         "Global step 1: {'a': nan, \"b\": np.float64(0.5), 'c': tensor(2., device='x'), 'd': None,"
         " 'e': [1, {'f': 2}], 'g': \"it's 'a': 3\", 'h': -inf, 'i': True}, 'j': 5\nEval at step 1: {'a': 7}\n"
@@ -57,14 +57,14 @@ def test_values_of_a_line(tmp_path: Path) -> None:
     )
 
 
-def test_bars(tmp_path: Path) -> None:
+def test_reads_progress_bars(tmp_path: Path) -> None:
     run = read_run(openrlhf_bars(tmp_path / "sft.log"))
     assert run.metrics["gpt_loss"].steps_S.tolist() == [1, 2, 3, 4, 5]
     assert run.metrics["gpt_loss"].values_S.tolist() == [2.5, 2.4, 2.3, 2.2, 2.1]
 
 
 @pytest.mark.parametrize("interval", [0, 1000])
-def test_bars_of_tqdm_itself(tmp_path: Path, interval: float) -> None:
+def test_reads_bars_that_tqdm_prints(tmp_path: Path, interval: float) -> None:
     """Whether or not it prints when the count moves, a value belongs to the batch that gave it."""
     tqdm = pytest.importorskip("tqdm").tqdm
     file = io.StringIO()
@@ -99,7 +99,7 @@ def test_a_bar_that_is_cut_ends_with_the_last_value(tmp_path: Path) -> None:
         assert len(read_run(tmp_path / "log").metrics["gpt_loss"]) == keep // 2
 
 
-def test_ppo_bars_of_episodes(tmp_path: Path) -> None:
+def test_numbers_ppo_bars_over_episodes(tmp_path: Path) -> None:
     lines = [
         f"(A pid=9) Episode [{episode}/2]:  50%|# | {count}/2 [00:01<00:01, 1.0s/it, policy_loss=0.{n}]"
         for n, (episode, count) in enumerate([(1, 0), (1, 1), (2, 0), (2, 1)], start=1)
@@ -116,7 +116,7 @@ def test_ppo_bars_of_episodes(tmp_path: Path) -> None:
         ("Global step 6: {'kl': 0.1, 'policy", "line 12: the values of step 6 break off"),
     ],
 )
-def test_errors(tmp_path: Path, line: str, message: str) -> None:
+def test_refuses_wrong_lines(tmp_path: Path, line: str, message: str) -> None:
     path = openrlhf_lines(tmp_path / "ppo.log")
     path.write_text(path.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"ppo\.log") as error:

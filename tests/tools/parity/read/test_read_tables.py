@@ -23,7 +23,7 @@ def curves(run: RunLog) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_csv(tmp_path: Path) -> None:
+def test_reads_csv(tmp_path: Path) -> None:
     run = read_run(csv_table(tmp_path / "a.csv"))
     assert run.format == "CSV"
     assert curves(run) == {"loss": [(s, 1 / s) for s in range(1, 6)], "reward": [(2, 0.5), (4, 0.5)]}
@@ -42,7 +42,7 @@ def test_csv(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["a.csv", "a.txt"])
-def test_csv_dialects(tmp_path: Path, text: str, name: str) -> None:
+def test_reads_dialects_of_csv(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / name).write_bytes(text.encode())
     assert curves(read_run(tmp_path / name)) == {"loss": [(1, 0.5), (2, 0.25)]}
 
@@ -73,14 +73,14 @@ def test_values_that_are_not_finite_are_kept(tmp_path: Path) -> None:
         ("step,loss\n1," + "x" * 200_000 + "\n", "not CSV"),
     ],
 )
-def test_csv_errors(tmp_path: Path, text: str, message: str) -> None:
+def test_refuses_wrong_csv(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(DataError, match=r"a\.csv") as error:
         read_run(tmp_path / "a.csv")
     assert message in str(error.value)
 
 
-def test_jsonl(tmp_path: Path) -> None:
+def test_reads_jsonl(tmp_path: Path) -> None:
     run = read_run(json_lines(tmp_path / "a.jsonl"))
     assert run.format == "JSONL"
     assert curves(run) == {
@@ -111,7 +111,7 @@ def test_jsonl_by_content_with_a_torn_end(tmp_path: Path) -> None:
         ('{"step": 1, "a": "' + "x" * (5 << 20) + '"}\n', "line 1: longer than 4 MiB"),
     ],
 )
-def test_jsonl_errors(tmp_path: Path, text: str, message: str) -> None:
+def test_refuses_wrong_jsonl(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(DataError, match=r"a\.jsonl") as error:
         read_run(tmp_path / "a.jsonl")
@@ -137,7 +137,7 @@ def chart(*columns: str, axis: str = "Step") -> str:
     )
 
 
-def test_a_chart_of_wandb(tmp_path: Path) -> None:
+def test_reads_a_chart_of_wandb(tmp_path: Path) -> None:
     run = read(
         tmp_path,
         chart("imperial-droid-52 - train/loss", "imperial-droid-52 - val")
@@ -154,7 +154,7 @@ def test_points_that_are_averages_are_said_to_be(tmp_path: Path) -> None:
     assert run.notes[1].startswith("1 of 2 points are averages over several steps")
 
 
-def test_another_axis_of_wandb(tmp_path: Path) -> None:
+def test_reads_another_axis_of_wandb(tmp_path: Path) -> None:
     text = chart("r - _step", "r - train/loss", axis="train/global_step")
     run = read(tmp_path, text + '"10","3","3","3","0.5","0.5","0.5"\n"20","6","6","6","0.25","0.25","0.25"\n')
     assert exported_curves(run) == {"train/loss": [(10, 0.5), (20, 0.25)]}
@@ -187,7 +187,7 @@ def test_a_chart_of_two_runs_is_refused(tmp_path: Path, names: tuple[str, str]) 
         ),
     ],
 )
-def test_a_history_of_wandb(tmp_path: Path, name: str, text: str) -> None:
+def test_reads_a_history_of_wandb(tmp_path: Path, name: str, text: str) -> None:
     assert exported_curves(read(tmp_path, text, name)) == {"train/loss": [(1, 0.5), (2, 0.25)]}
 
 
@@ -195,7 +195,7 @@ def swanlab(*names: str) -> str:
     return ",".join(["step", *(f"{name}{end}" for name in names for end in ("_step", "_timestamp"))]) + "\n"
 
 
-def test_an_export_of_swanlab(tmp_path: Path) -> None:
+def test_reads_an_export_of_swanlab(tmp_path: Path) -> None:
     """The values are in the columns that end with `_step`."""
     run = read(tmp_path, swanlab("t0707-02:17-loss") + "1,0.5,1752000000000\n2,0.25,1752000001000\n")
     assert run.format == "SwanLab export" and run.notes == ("experiment 't0707-02:17'",)
@@ -224,7 +224,7 @@ def test_an_export_of_two_experiments_is_refused(tmp_path: Path, names: tuple[st
         read(tmp_path, swanlab(*names) + "1,0.5,1,0.5,1\n")
 
 
-def test_a_table_of_swanlabs_older_interface(tmp_path: Path) -> None:
+def test_reads_a_table_of_swanlabs_older_interface(tmp_path: Path) -> None:
     assert set(read(tmp_path, "step,loss,loss_timestamp\n1,0.5,1752000000000\n").metrics) == {"loss"}
 
 

@@ -18,7 +18,7 @@ def write(path: Path, *events: bytes) -> Path:
     return path
 
 
-def test_checksum() -> None:
+def test_masks_checksums() -> None:
     # CRC32C of 32 zero bytes is 8a9136aa (RFC 3720); rotated right by 15 bits, plus TensorFlow's constant.
     crc = 0x8A9136AA
     assert masked_crc(bytes(32)) == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -56,7 +56,7 @@ def test_what_the_real_writer_writes(tmp_path: Path) -> None:
     assert name.startswith("runs/mine/events.out.tfevents.")
 
 
-def test_tensors_of_every_kind(tmp_path: Path) -> None:
+def test_reads_tensors_of_every_kind(tmp_path: Path) -> None:
     scalar = plugin("scalars")
     path = write(
         tmp_path / "events.out.tfevents.1",
@@ -110,7 +110,7 @@ def test_a_resumed_run_in_the_same_file(tmp_path: Path) -> None:
     assert series.values_S.tolist() == [1, 1, 1, 2, 2, 2]
 
 
-def test_a_second_writer_with_other_tags(tmp_path: Path) -> None:
+def test_reads_a_second_writer_with_other_tags(tmp_path: Path) -> None:
     write(tmp_path / "events.out.tfevents.1.a", *loss(range(1, 6), 1.0))
     write(tmp_path / "events.out.tfevents.2.a", *loss(range(1, 6), 2.0, "val"))
     assert {name: len(series) for name, series in read_run(tmp_path).metrics.items()} == {"loss": 5, "val": 5}
@@ -149,7 +149,7 @@ def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
     "content",
     [b"\x2a\x7f", b"\x2b", b"\x10" + b"\xff" * 12, field(5, field(1, field(1, b"\xff\xfe"))), b"\x09\x00"],
 )
-def test_sound_checksums_over_nonsense(tmp_path: Path, content: bytes) -> None:
+def test_refuses_nonsense_with_a_sound_checksum(tmp_path: Path, content: bytes) -> None:
     path = write(tmp_path / "events.out.tfevents.1", record(content), *loss(range(3), 1.0))
     with pytest.raises(DataError, match=f"the record at byte {len(VERSION)} is damaged"):
         read_run(path)
@@ -161,7 +161,7 @@ def test_a_record_beyond_the_bound_is_passed_over(tmp_path: Path) -> None:
     assert read_run(path).metrics["loss"].steps_S.tolist() == [0, 1, 2, 3]
 
 
-def test_no_scalars(tmp_path: Path) -> None:
+def test_refuses_a_log_without_scalars(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no scalars"):
         read_run(write(tmp_path / "events.out.tfevents.1"))
 

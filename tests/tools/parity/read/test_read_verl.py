@@ -19,7 +19,7 @@ from isotrain.tools.parity.report.acceptance import accept
 from isotrain.tools.parity.run import RunLog
 
 
-def test_console_log_behind_ray_and_colours(tmp_path: Path) -> None:
+def test_reads_a_console_log_behind_ray_and_colours(tmp_path: Path) -> None:
     run = read_run(verl_console(tmp_path / "train.log"))
     assert run.format == "verl console log"
     assert run.metrics["actor/pg_loss"].steps_S.tolist() == [1, 2, 3, 4, 5]
@@ -30,7 +30,7 @@ def test_console_log_behind_ray_and_colours(tmp_path: Path) -> None:
     assert set(run.sha256) == {"train.log"}
 
 
-def test_the_older_format_with_three_decimals(tmp_path: Path) -> None:
+def test_reads_the_older_format_with_three_decimals(tmp_path: Path) -> None:
     # From verl's quickstart page.
     (tmp_path / "log").write_text(
         "step:0 - timing/gen:21.470 - critic/vpred_mean:-2.056 - critic/lr(1e-4):0.100\n"
@@ -41,7 +41,7 @@ def test_the_older_format_with_three_decimals(tmp_path: Path) -> None:
     assert run.metrics["timing/gen"].values_S.tolist() == [21.47, 23.02]
 
 
-def test_a_bar_before_the_step_and_two_lines_of_one_step(tmp_path: Path) -> None:
+def test_reads_a_bar_before_the_step_and_two_lines_of_one_step(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(
         "Epoch 1/1: 1%| | 1/9 [00:01<00:09, 1.0s/it]step:1 - train/loss:0.5 - train/total_tokens(B):1e-05\r\n"
         "step:1 - val/loss:np.float32(0.25)\nstep:1 - train/loss:0.5\n"
@@ -78,14 +78,14 @@ def test_a_last_line_without_an_end_is_left_out(tmp_path: Path) -> None:
         ("step:2 - " + "x" * 600 + ":1", "line 2: 'xxx"),
     ],
 )
-def test_console_errors(tmp_path: Path, line: str, message: str) -> None:
+def test_refuses_wrong_console_lines(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "train.log").write_text(f"{verl_line(1)}\n{line}\n")
     with pytest.raises(DataError, match=r"train\.log") as error:
         read_run(tmp_path / "train.log")
     assert message in str(error.value)
 
 
-def test_file_log(tmp_path: Path) -> None:
+def test_reads_a_file_log(tmp_path: Path) -> None:
     run = read_run(verl_file(tmp_path / "experiment.jsonl"))
     assert run.format == "verl file log"
     assert run.metrics["actor/pg_loss"].values_S.tolist() == [0.1 / step for step in range(1, 6)]
@@ -109,7 +109,7 @@ def test_file_log_of_older_versions_writes_nan_by_name(tmp_path: Path) -> None:
         ("nonsense", "not JSON"),
     ],
 )
-def test_file_errors(tmp_path: Path, line: str, message: str) -> None:
+def test_refuses_wrong_file_lines(tmp_path: Path, line: str, message: str) -> None:
     path = verl_file(tmp_path / "x.jsonl")
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=r"x\.jsonl, line 6") as error:
@@ -156,7 +156,7 @@ def runs(shared_data: Path) -> dict[str, RunLog]:
 
 
 @pytest.mark.parametrize(("name", "steps"), [(FSDP, 210), (MEGATRON, 105)])
-def test_steps_and_values(runs: dict[str, RunLog], name: str, steps: int) -> None:
+def test_reads_all_steps_of_published_logs(runs: dict[str, RunLog], name: str, steps: int) -> None:
     run = runs[name]
     assert run.format == "verl console log" and run.notes == () and run.planned_steps == steps
     for metric, (first, last) in FIRST_AND_LAST[name].items():
@@ -165,7 +165,7 @@ def test_steps_and_values(runs: dict[str, RunLog], name: str, steps: int) -> Non
         assert (series.values_S[0], series.values_S[-1]) == (first, last), metric
 
 
-def test_validations(runs: dict[str, RunLog]) -> None:
+def test_reads_validations_of_published_logs(runs: dict[str, RunLog]) -> None:
     gsm8k, maths = runs[FSDP].metrics[GSM8K], runs[FSDP].metrics[MATH]
     assert gsm8k.steps_S.tolist() == maths.steps_S.tolist() == list(range(0, 211, 5))
     assert gsm8k.values_S[[0, 1, -1]].tolist() == [0.221, 0.864, 0.879]

@@ -102,7 +102,7 @@ def test_a_resume_that_computes_the_same_bits_still_ends_where_it_ended(tmp_path
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_the_last_step_done_again(tmp_path: Path, name: str) -> None:
+def test_the_last_step_may_be_done_again(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name, attempt(1, 5, 0.0) + attempt(5, 7, 0.5))
     run = read_run(tmp_path / name)
     assert curve(run, "loss") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.5, 6: 6.5, 7: 7.5}

@@ -172,7 +172,7 @@ def test_memory_under_the_name_of_other_versions() -> None:
         (4, {"throughput": None}, "not in the logs"),
     ],
 )
-def test_every_line_of_the_tasks(at: int, changes: dict[str, object], status: str) -> None:
+def test_checks_every_line_of_the_tasks(at: int, changes: dict[str, object], status: str) -> None:
     found = accept(TASK, run(), run(**changes), DEVICES)
     assert found.lines[at].status == status
     assert found.accepted is (True if status == "holds" else False if "broken" in statuses(found) else None)
@@ -210,7 +210,7 @@ def test_a_validation_before_training_is_no_evaluation() -> None:
     assert accept(TASK, one, one).lines[3].status == "not in the logs"
 
 
-def test_an_unknown_rule() -> None:
+def test_refuses_an_unknown_rule() -> None:
     with pytest.raises(DataError, match="'other': there are verl-ascend-nightly, verl-ascend-task"):
         accept("other", run(), run())
 

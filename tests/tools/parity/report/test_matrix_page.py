@@ -31,7 +31,7 @@ def test_the_page_in_the_repository_is_up_to_date() -> None:
     )
 
 
-def test_no_certificates(tmp_path: Path) -> None:
+def test_says_that_there_are_no_certificates(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("not a certificate")
     page = render(tmp_path)
     assert "no certificates yet" in page and "| " not in page
@@ -39,7 +39,7 @@ def test_no_certificates(tmp_path: Path) -> None:
         render(tmp_path / "absent")
 
 
-def test_a_row(tmp_path: Path) -> None:
+def test_a_row_has_the_figures_of_its_certificate(tmp_path: Path) -> None:
     path = written(tmp_path)
     page = render(path.parent)
     head, row = rows(page)
@@ -128,7 +128,7 @@ def test_text_of_strangers_stays_in_its_cell(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
-def test_who_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shows_who_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True, timeout=60)
@@ -143,7 +143,7 @@ def test_who_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         render(path.parent)
 
 
-def test_published_figures() -> None:
+def test_published_figures_stay_as_published() -> None:
     assert published_figures()["loss_error_hundredths"] == {
         "sft": 0.19,
         "dpo": 1.81,

@@ -109,7 +109,7 @@ class Page(HTMLParser):
             self.text.append(data)
 
 
-def test_the_files(tmp_path: Path) -> None:
+def test_writes_its_files_and_no_others(tmp_path: Path) -> None:
     found = judged(compare(run(), run("b", shift=1e-4)))
     report(found, tmp_path / "new" / "report")
     made = sorted(
@@ -346,7 +346,7 @@ def test_verdict_json_is_strict_and_whole(tmp_path: Path) -> None:
     assert (told["computation"]["verdict"], told["words"]) == ("different", found.words)
 
 
-def test_the_row(tmp_path: Path) -> None:
+def test_writes_a_row_for_a_matrix(tmp_path: Path) -> None:
     facts: dict[str, Any] = {
         "recipe": {"algorithm": {"name": "dpo"}, "model": {"path": "/home/me/models/Small-1B"}}
     }
@@ -412,7 +412,7 @@ def test_many_metrics_with_names_alike(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
-def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
+def test_a_hundred_thousand_steps_take_seconds(tmp_path: Path) -> None:
     found = judged(compare(run(steps=100_000), run("b", steps=100_000, shift=1e-4)))
     start = time.process_time()
     html = report(found, tmp_path)
