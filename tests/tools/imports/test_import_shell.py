@@ -137,6 +137,11 @@ def test_text_that_is_read_otherwise_than_by_bash_is_named_by_line(script: str, 
     assert line in read_script(script).broken_lines
 
 
+def test_blank_lines_and_a_last_backslash_change_nothing() -> None:
+    shell = read_script("\n\n  \nx=1\nx=2 & wait\nrun a $x \\\n")
+    assert shell.broken_lines == [] and shell.commands[-1].words == ("run", "a", "1")
+
+
 @pytest.mark.parametrize(
     ("script", "why"),
     [

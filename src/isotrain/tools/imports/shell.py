@@ -257,9 +257,9 @@ class Shell(ScriptState):
         if MARKS.search(text):
             self._anything(why)
             return
-        data = ("\n" * (line - 1) + text).encode("utf-8", "replace")
+        data = ("\n" * (line - 1) + text + "\n").encode("utf-8", "replace")
         tree = syntax.parser().parse(data)
-        self.broken_lines += syntax.errors(tree.root_node)
+        self.broken_lines += syntax.errors(tree.root_node, data)
         outside, self.source = self.source, data
         try:
             self.walk(tree.root_node)
@@ -464,12 +464,14 @@ def read_script(text: str, given: dict[str, str] | None = None) -> Shell:
     data = MARKS.sub("", text).encode("utf-8", "replace")
     if len(data) > LONGEST_SCRIPT:
         raise ImportSourceError(f"longer than {LONGEST_SCRIPT // 1024} KiB; is this a shell script?")
+    data += b"\n"  # the grammar stumbles over a backslash at the end of the last line
     shell = Shell(pinned=dict(given or {}))
     try:
         tree = syntax.parser().parse(data)
         if tree.root_node.has_error:  # the grammar stumbles over arithmetic that begins with a bracket
-            tree = syntax.parser().parse(data.replace(b"$(((", b"$(( ("))
-        shell.broken_lines, shell.source = syntax.errors(tree.root_node), tree.root_node.text
+            data = data.replace(b"$(((", b"$(( (")
+            tree = syntax.parser().parse(data)
+        shell.broken_lines, shell.source = syntax.errors(tree.root_node, data), data
         shell.walk(tree.root_node)
     except (ScriptEnded, FunctionReturned):
         pass

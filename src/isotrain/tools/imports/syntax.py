@@ -178,14 +178,14 @@ def compare(words: list[str], patterns: bool) -> bool | None:
     return None
 
 
-def errors(node: Any) -> list[int]:
+def errors(node: Any, source: bytes) -> list[int]:
     """Lines that the grammar does not understand, or reads otherwise than bash.
 
     Between two tokens are blanks, or a backslash at the end of a line. The grammar passes over all else; and
     it ends a word at such a backslash, where bash goes on with it if no blank follows.
     """
     broken: list[int] = []
-    source, end, last = node.text, 0, ""
+    end, last = 0, ""
     for part, above, top in _tokens(node):
         misplaced = part.type == ";;" and above != "case_item"
         misplaced = misplaced or (part.type == "(" and above == "subshell" and top == "command")
