@@ -11,10 +11,20 @@ from isotrain.errors import RecipeError
 from isotrain.recipe import document
 from isotrain.tools.imports.source import ImportSource, ImportSourceError, Unknown, as_text, flatten
 
-_KEY = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w./@-]*)(?:=(.*))?", re.S)
+_KEY = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w-]+)*)(?:=(.*))?", re.S)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_QUOTED = re.compile(r"(['\"])((?:(?!\1)[^\\]|\\.)*)\1", re.S)
-_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
+# Tokens of Hydra's grammar (hydra/grammar/OverrideLexer.g4). `~` is added: it is a home directory here.
+_QUOTED = re.compile(r"(['\"])((?:\\.|(?!\1)[^\\])*)\1", re.S)
+_TEXT = re.compile(r"(?:\$\{[^}]+\}|\\[\\()\[\]{}:=, \t]|[A-Za-z0-9_/\-\\+.$%*@?|:~ \t])+")
+_DICT_KEY = re.compile(r"(?:\\[\\()\[\]{}:=, \t]|[A-Za-z0-9_/\-\\+.$%*@?|~ \t])+")
+_ESCAPE = re.compile(r"\\([\\()\[\]{}:=, \t])")
+_WHOLE = r"(?:0|[1-9](?:_?[0-9])*)"
+_POINT = rf"(?:{_WHOLE}?\.[0-9](?:_?[0-9])*|{_WHOLE}\.)"
+_INTEGER = re.compile(rf"[+-]?{_WHOLE}")
+_FLOAT = re.compile(
+    rf"[+-]?(?:{_POINT}|(?:{_POINT}|{_WHOLE})[eE][+-]?[0-9](?:_?[0-9])*|[Ii][Nn][Ff]|[Nn][Aa][Nn])"
+)
+_MOST_DEPTH = 30
 _MOST_REFERENCES = 20
 _OPTIONS = {"--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"}
 # Their defaults are those of the tables.
@@ -58,7 +68,12 @@ def read_overrides(source: ImportSource, words: Iterable[tuple[str | Unknown, in
         elif isinstance(word, Unknown):
             source.set(key[2], replace(word, text=word.text.partition("=")[2]), line, when)
         else:
-            for name, part in flatten({key[2]: scalar(key[3])}).items():
+            try:
+                parts = flatten({key[2]: override_value(key[3])})
+            except OverrideValueError as error:
+                source.stray(shown(text), f"Hydra does not read its value: {error}", line)
+                continue
+            for name, part in parts.items():
                 source.set(name, part, line, when)
     if waiting:
         source.stray(waiting, "nothing follows it", 0)
@@ -78,22 +93,80 @@ def _option(source: ImportSource, name: str, word: str | Unknown, line: int, whe
     source.set(key, word if isinstance(word, Unknown) else text, line, when)
 
 
+class OverrideValueError(ValueError):
+    """Text that Hydra's grammar does not have as the value of one run."""
+
+
+def override_value(text: str) -> Any:
+    """The value of an override by Hydra's grammar; `key=` is an empty text."""
+    text = text.lstrip(" \t")
+    value, end = _element(text, 0, 0) if text else ("", 0)
+    if end < len(text):
+        raise OverrideValueError(
+            "several values are a sweep" if text[end] == "," else f"at {text[end:][:20]!r}"
+        )
+    return value
+
+
+def _element(text: str, place: int, depth: int) -> tuple[Any, int]:
+    """The value that begins at a place, and where it ends."""
+    if depth > _MOST_DEPTH:
+        raise OverrideValueError("it is too deeply nested")
+    start = text[place : place + 1]
+    if start in ("[", "{"):
+        return _container(text, place, depth, "]" if start == "[" else "}")
+    if quoted := _QUOTED.match(text, place):
+        # Backslashes count before a quote only.
+        halves = re.sub(rf"(\\+)({quoted[1]}|$)", lambda m: "\\" * (len(m[1]) // 2) + m[2], quoted[2])
+        return halves, quoted.end()
+    plain = _TEXT.match(text, place)
+    if not plain or text[plain.end() : plain.end() + 1] == "(":
+        raise OverrideValueError(f"at {text[place:][:20]!r}")
+    return _primitive(plain[0].strip(" \t")), plain.end()
+
+
+def _container(text: str, place: int, depth: int, closing: str) -> tuple[Any, int]:
+    items: list[Any] = []
+    pairs: dict[str, Any] = {}
+    place = _skip(text, place + 1)
+    while text[place : place + 1] != closing:
+        if items or pairs:
+            if text[place : place + 1] != ",":
+                raise OverrideValueError(f"at {text[place:][:20] or 'its end'!r}")
+            place = _skip(text, place + 1)
+        if closing == "]":
+            item, place = _element(text, place, depth + 1)
+            items.append(item)
+        else:
+            key = _DICT_KEY.match(text, place)
+            if not key or text[key.end() : key.end() + 1] != ":":
+                raise OverrideValueError(f"at {text[place:][:20]!r}")
+            value, place = _element(text, _skip(text, key.end() + 1), depth + 1)
+            pairs[_ESCAPE.sub(r"\1", key[0].strip(" \t"))] = value
+        place = _skip(text, place)
+    return (items if closing == "]" else pairs), place + 1
+
+
+def _skip(text: str, place: int) -> int:
+    while text[place : place + 1] in (" ", "\t"):
+        place += 1
+    return place
+
+
+def _primitive(text: str) -> Any:
+    if text.lower() in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text) if len(text) < 300 else text
+    return float(text) if _FLOAT.fullmatch(text) else _ESCAPE.sub(r"\1", text)
+
+
 def scalar(text: str) -> Any:
-    """The value of an override: YAML covers Hydra's numbers, lists and quotes; all else is text."""
-    plain = text.strip()
-    if re.fullmatch(r"-?\d{1,15}", plain):
-        return int(plain)
-    if _PLAIN.fullmatch(plain):
-        return {"true": True, "false": False, "null": None}.get(plain.lower(), plain)
-    if quoted := _QUOTED.fullmatch(plain):
-        return re.sub(r"\\(['\"\\])", r"\1", quoted[2])
-    if _REFERENCE.search(plain) or not plain:
-        return plain
+    """The value of a flag: numbers, lists and quotes as in an override; all else is text."""
     try:
-        parsed = document.parse(plain, "value")
-    except (RecipeError, RecursionError):
-        return plain.strip("'\"")
-    return plain if parsed.problems else parsed.values
+        return override_value(text)
+    except OverrideValueError:
+        return text.strip().strip("'\"")
 
 
 def read_config(source: ImportSource, text: str) -> None:
