@@ -53,7 +53,7 @@ class RunLog:
 
     @property
     def configuration(self) -> dict[str, Any] | None:
-        """What it trained, as fields of a recipe; None where nothing tells."""
+        """Fields of a recipe that tell what was trained; None where nothing tells."""
         return self.recipe if self.recipe is not None else self.settings
 
 

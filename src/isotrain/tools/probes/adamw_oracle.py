@@ -44,7 +44,7 @@ class UpdateSample:
         self._update_S = after_S.to(parameter.dtype).double() - before_S
 
     def errors(self, parameter: nn.Parameter) -> tuple[float, float, float]:
-        """Of the parameter after the update: rms error in roundings, and the gain with its standard error."""
+        """The parameter's rms error after the update, in roundings, and the gain with its standard error."""
         after_S = self._sample(parameter.detach())
         error_S = after_S - self._before_S - self._update_S
         digit = torch.finfo(parameter.dtype).eps

@@ -260,7 +260,7 @@ _CHIPS = {"A5": "950", "_310P": "inference only"}
 
 
 def _plugin_and_machine(scene: Scene) -> Iterator[MachineFinding]:
-    """What vllm-ascend's workers ask for when they start."""
+    """Requirements of vllm-ascend's workers at their start."""
     facts = scene.facts
     if "vllm-ascend" not in facts.packages:
         return

@@ -243,9 +243,12 @@ def compare(
     if chosen and not curves and not not_numbers:
         raise DataError(f"'{chosen[0]}' has no step in both runs: {reference.path} and {candidate.path}")
     objections = [
-        one
-        for one in (*ended_early(reference, candidate, list(curves)), *looks_wrong(reference, candidate))
-        if one.name not in allow
+        objection
+        for objection in (
+            *ended_early(reference, candidate, list(curves)),
+            *looks_wrong(reference, candidate),
+        )
+        if objection.name not in allow
     ]
     return Comparison(
         reference,
@@ -255,8 +258,8 @@ def compare(
         tuple(result for metric, curve in curves.items() for result in rule_results(metric, curve)),
         _speed(reference, candidate),
         tuple(not_numbers),
-        tuple(one for one in input_differences if one.name not in allow),
-        tuple(one for one in input_differences if one.name in allow),
+        tuple(difference for difference in input_differences if difference.name not in allow),
+        tuple(difference for difference in input_differences if difference.name in allow),
         tuple(objections),
         frozenset(allow),
     )

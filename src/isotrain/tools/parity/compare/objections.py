@@ -92,7 +92,7 @@ def looks_wrong(reference: RunLog, candidate: RunLog) -> Iterator[Objection]:
     """Lengths, KL, entropy, gradient norm, clip ratios and throughput at levels that no honest pair has."""
     watched = 0
     for metric, series in reference.metrics.items():
-        name = next((name for name, one in WATCHED.items() if one.name.search(metric)), None)
+        name = next((name for name, kind in WATCHED.items() if kind.name.search(metric)), None)
         if name is None or metric not in candidate.metrics or watched == _MOST_WATCHED:
             continue
         # Known devices may differ in speed: that is no surprise.

@@ -184,17 +184,17 @@ def against_truth(
     """
     theirs = {difference.key: difference for difference in differences(step, truth, reference)}
     for difference in differences(step, truth, candidate):
-        if (own := theirs.get(difference.key)) is None:
+        if (of_reference := theirs.get(difference.key)) is None:
             continue
         expected = _ROUNDING * _EPSILON[dtype] * math.sqrt(1 + difference.position)
         if difference.name == ALL:
             # A common factor is no further from 1 than all entries together are from the truth.
             expected = max(expected, _distance_of_all(truth, reference, difference.kind))
         # What is no number explains nothing, on either side.
-        error = max(difference.error, own.error if own.error >= NOT_A_NUMBER else 0.0)
-        if own.error < NOT_A_NUMBER:
-            expected = max(expected, own.error)
-        yield LayerRating(difference, error, DIFFERENT * expected, own.error)
+        error = max(difference.error, of_reference.error if of_reference.error >= NOT_A_NUMBER else 0.0)
+        if of_reference.error < NOT_A_NUMBER:
+            expected = max(expected, of_reference.error)
+        yield LayerRating(difference, error, DIFFERENT * expected, of_reference.error)
 
 
 def _distance_of_all(truth: Update, side: Update, kind: str) -> float:

@@ -133,12 +133,12 @@ class Wrong:
 
     @property
     def words(self) -> str:
-        operator, told = self.operator, {"name": _short(self.operator), "shapes": self.operator.shapes}
+        operator, names = self.operator, {"name": _short(self.operator), "shapes": self.operator.shapes}
         if operator.non_finite:
             words = tr(
                 "{name} returns {count} values that are not finite, at {shapes}",
                 count=operator.non_finite,
-                **told,
+                **names,
             )
         elif self.off.statistic == "gain":
             share = {
@@ -146,13 +146,13 @@ class Wrong:
                 "error": f"{100 * operator.gain_error:.1g}",
             }
             words = (
-                tr("{name} is {percent} % (+- {error}) too large, at {shapes}", **told, **share)
+                tr("{name} is {percent} % (+- {error}) too large, at {shapes}", **names, **share)
                 if operator.gain > 0
-                else tr("{name} is {percent} % (+- {error}) too small, at {shapes}", **told, **share)
+                else tr("{name} is {percent} % (+- {error}) too small, at {shapes}", **names, **share)
             )
         else:
             words = tr(
-                "{name} is off by {units:.3g} rounding units, at {shapes}", units=operator.units, **told
+                "{name} is off by {units:.3g} rounding units, at {shapes}", units=operator.units, **names
             )
         return words if self.role == "candidate" else tr("in the reference {words}", words=words)
 
@@ -201,7 +201,8 @@ def operators_level(reference: Path, candidate: Path) -> Level:
     if len(wrong) > 1:
         words = tr("{words}, and {count} more calls are too far off", words=words, count=len(wrong) - 1)
     causes = dict.fromkeys(
-        tr("the {role}'s kernel of {name}", role=ROLES[one.role], name=_short(one.operator)) for one in wrong
+        tr("the {role}'s kernel of {name}", role=ROLES[call.role], name=_short(call.operator))
+        for call in wrong
     )
     return Level("P0", "different", words, checks, tuple(causes)[:3], evidence)
 
