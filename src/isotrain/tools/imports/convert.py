@@ -248,7 +248,9 @@ def _remove(draft: Draft, problem: str, places: dict[int, str]) -> bool:
             if path in _REQUIRED:
                 draft.lines[path] = RecipeLine(_REQUIRED[path], "set this")
             why = located[2] if located else message
-            draft.refused.append(KeyFinding(line.comment.partition(":")[0] or path, shown(why, 200), 0, True))
+            place = next((s.line for key in line.keys if (s := draft.source.settings.get(key))), 0)
+            name = line.comment.partition(":")[0] or path
+            draft.refused.append(KeyFinding(name, shown(why, 200), place, True))
             for key in line.keys:
                 if draft.outcomes.get(key) == "mapped":
                     draft.outcomes[key] = "refused"

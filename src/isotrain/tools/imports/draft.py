@@ -107,7 +107,12 @@ class Draft:
         if number is None and value is not None:
             self.refuse(key, f"{shown(str(value), 40)} is not a whole number: set the field yourself")
             return otherwise
-        return otherwise if number is not None and least is not None and number < least else number
+        if number is None or least is None or number >= least:
+            return otherwise if number is None else number
+        rule = self.table.find(key)
+        if self.given(key) and not _same(value, self._default(rule)):
+            self.refuse(key, f"{number} is below {least}: set the field yourself", _matters(rule))
+        return otherwise
 
     def number(self, key: str, otherwise: float | None = None) -> float | None:
         value = self.value(key, otherwise)
@@ -118,7 +123,10 @@ class Draft:
         return result
 
     def flag(self, key: str) -> bool:
-        return as_flag(self.value(key)) is True
+        value = self.value(key)
+        if as_flag(value) is None and value not in (None, ""):
+            self.refuse(key, f"{shown(str(value), 40)} is neither true nor false: set the field yourself")
+        return as_flag(value) is True
 
     def text(self, key: str, otherwise: str = "") -> str:
         value = self.value(key, otherwise)

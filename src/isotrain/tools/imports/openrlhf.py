@@ -7,7 +7,7 @@ from typing import Any
 
 from isotrain.tools.imports.draft import Draft, Off
 from isotrain.tools.imports.hydra import shown
-from isotrain.tools.imports.keys import as_number, as_whole, expanded
+from isotrain.tools.imports.keys import as_number, expanded
 from isotrain.tools.imports.verl import run_name
 
 ESTIMATORS = {
@@ -195,7 +195,9 @@ def _loss(d: Draft) -> None:
     d.put("algorithm.loss.name", "gspo" if gspo else "clip", "actor.policy_loss_type")
     pair, single = d.value("actor.eps_clip_low_high"), d.number("actor.eps_clip", 0.2)
     is_pair = isinstance(pair, list) and len(pair) == 2
-    both = [as_number(item) for item in pair] if is_pair else [single, single]
+    both = [as_number(item) for item in pair] if isinstance(pair, list) and is_pair else [single, single]
+    if pair is not None and (not is_pair or None in both):
+        d.refuse("actor.eps_clip_low_high", f"{shown(str(pair), 40)} is no pair of numbers")
     keys = ["actor.eps_clip_low_high"] if isinstance(pair, list) else ["actor.eps_clip"]
     for side, value in zip(("low", "high"), both, strict=True):
         d.put(f"algorithm.loss.clip_ratio_{side}", 0.2 if value is None else value, *keys)
@@ -274,7 +276,7 @@ def _dapo(d: Draft) -> None:
             d.note(
                 "algo.dynamic_filtering_range 0 1 and isotrain agree if rewards are 0 or 1 for each response"
             )
-    length = as_whole(d.value("reward.overlong_buffer_len"))
+    length = d.whole("reward.overlong_buffer_len", None, 0)
     if length:
         d.put("algorithm.overlong.buffer", length, "reward.overlong_buffer_len")
         factor = d.number("reward.overlong_penalty_factor", 1.0)
@@ -324,7 +326,10 @@ def _reward(d: Draft) -> None:
         d.put("rollout.environment.path", f"{agent}:AgentExecutor", "train.agent_func_path")
         d.put("rollout.environment.max_turns", 100, note="OpenRLHF has no bound")
         d.put("reward.environment.weight", 1.0, "train.agent_func_path", note="what step returns as rewards")
-    elif remote:
+        return
+    if agent:
+        d.refuse("train.agent_func_path", f"{shown(agent, 40)} is no FILE.py")
+    if remote:
         d.put("reward.function.path", REWARD, "reward.remote_url", note="write this file, see above")
         is_file = re.fullmatch(r"[^:]+\.py", str(remote))
         what = ADAPTER if is_file else "Write a function that asks the server: docs/rewards.md"
@@ -405,7 +410,7 @@ def sources(d: Draft, key: str, split_key: str) -> None:
     if held_out:
         files = [_with_split(name, d.text("eval.split", "train")) for name in held_out.split(",") if name]
         d.put("data.validation", files if len(files) > 1 else files[0], "eval.dataset", "eval.split")
-    most = as_number(d.value("data.max_samples"))
+    most = d.number("data.max_samples")
     if most is not None and most < _MANY:
         why = f"write the first {most:.0f} rows into a file of their own, or leave it out"
         d.refuse("data.max_samples", why)

@@ -8,7 +8,7 @@ from typing import Any
 from isotrain.observe.loggers import LOGGERS
 from isotrain.tools.imports.draft import Draft, Off
 from isotrain.tools.imports.hydra import OWN_CONFIGS, shown
-from isotrain.tools.imports.keys import as_flag, as_whole, verl_ppo
+from isotrain.tools.imports.keys import as_flag, verl_ppo
 from isotrain.tools.imports.source import Stray, Unknown
 from isotrain.tools.imports.verl_algorithm import (
     OPTIM,
@@ -29,6 +29,7 @@ from isotrain.tools.imports.verl_algorithm import (
 CUTS = {"error": "error", "left": "truncate-left", "right": "truncate", "middle": "truncate-middle"}
 OVERLONG = ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model")
 NULLABLE = frozenset(f"{A}.{key}" for key in ("clip_ratio_low", "clip_ratio_high", "optim.lr_warmup_steps"))
+ENGINES = ("dp", "fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 VERL_REWARD = "verl_reward.py:compute_score"
 PROGRAMS = (
     "verl.trainer.main_ppo",
@@ -175,6 +176,8 @@ def naming(d: Draft) -> None:
     seed = d.whole("data.seed")
     if seed is not None and 0 <= seed < 2**32:
         d.put("seed", seed, "data.seed")
+    elif seed is not None:
+        d.refuse("data.seed", f"{seed} is not between 0 and 2^32: set seed")
 
 
 def run_name(text: str) -> str:
@@ -196,9 +199,15 @@ def devices(d: Draft) -> None:
         expert = d.whole(f"{A}.megatron.expert_model_parallel_size", 1, 1) or 1
         if expert > 1 and ranks % expert == 0:
             d.put("device.mesh.expert", expert, f"{A}.megatron.expert_model_parallel_size")
+        elif expert > 1:
+            why = f"{expert} does not divide device.ranks ({ranks}): set device.mesh.expert"
+            d.refuse(f"{A}.megatron.expert_model_parallel_size", why, False)
     if d.flag(f"{A}.fsdp_config.full_determinism"):
         d.put("device.determinism", "on", f"{A}.fsdp_config.full_determinism")
-    strategy = d.text(f"{A}.strategy", "fsdp")
+    strategy, engine = d.text(f"{A}.strategy", "fsdp"), d.text("model_engine", "dp")
+    for key, name in ((f"{A}.strategy", strategy), ("model_engine", engine)):
+        if name not in ENGINES:
+            d.refuse(key, f"{shown(name, 20)} is not an engine of verl that isotrain knows")
     if strategy not in ("fsdp", "fsdp2"):
         d.note(f"{A}.strategy is {shown(strategy, 20)}; isotrain has FSDP2, which computes the same losses")
 
@@ -383,7 +392,7 @@ def cluster(d: Draft) -> None:
 
 
 def trainer(d: Draft) -> None:
-    steps = as_whole(d.value("trainer.total_training_steps"))
+    steps = d.whole("trainer.total_training_steps", None, 1)
     epochs = d.whole("trainer.total_epochs", 30, 1) or 30
     if steps:
         most = max(1, d.rows // batch_size(d)) * epochs if d.rows else steps

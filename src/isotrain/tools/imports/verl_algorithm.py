@@ -299,7 +299,7 @@ def schedule(d: Draft, key: str, kind: Any, kinds: tuple[str, ...] = ("constant"
 
 def total_steps(d: Draft) -> int | None:
     """All steps of the run: given, printed in a log, or computed from the number of rows."""
-    known = as_whole(d.value("trainer.total_training_steps")) or d.source.total_steps
+    known = d.whole("trainer.total_training_steps", None, 1) or d.source.total_steps
     batch, epochs = as_whole(d.value("data.train_batch_size")), as_whole(d.value("trainer.total_epochs"))
     if known or not (d.rows and batch and epochs):
         return known
