@@ -9,6 +9,7 @@ import pytest
 from isotrain.errors import RecipeError
 from isotrain.recipe.difference import difference
 from isotrain.recipe.load import load_resolved, parse_recipe, resolved, write_resolved
+from isotrain.recipe.rules import ENGINE_OPTIONS
 from isotrain.recipe.schema import Algorithm, Recipe
 
 HEAD = "name: a\noutput: b\nmodel: {path: c}\ndata: {train: d}\n"
@@ -223,6 +224,18 @@ NO_PART = (
                 "r.yaml:9: rollout.in_flight (true) cannot be used with rollout.engine sglang, which takes "
                 "weights between responses: set engine: vllm, or remove in_flight"
             ],
+        ),
+        (
+            GRPO + "rollout:\n  n: 2\n  engine_options: {kv_cache_dtype: fp8}\nreward: {gsm8k: {}}\n",
+            [
+                "r.yaml:9: rollout.engine_options.kv_cache_dtype cannot be set: known are "
+                + ", ".join(sorted(ENGINE_OPTIONS))
+            ],
+        ),
+        (
+            GRPO
+            + "rollout:\n  n: 2\n  engine: hf\n  engine_options: {max_num_seqs: 8}\nreward: {gsm8k: {}}\n",
+            ["r.yaml:10: rollout.engine_options are options of vLLM: set engine: vllm, or remove them"],
         ),
         (
             GRPO + "rollout:\n  max_tokens: 20000\n  n: 2\nreward: {gsm8k: {}}\n",

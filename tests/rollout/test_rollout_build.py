@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from isotrain.errors import RolloutError
 from isotrain.models.config import Positions
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.build import EngineArguments
-from isotrain.rollout.vllm import _reads_in_parts, prefill
+from isotrain.rollout.vllm import _check_options, _reads_in_parts, prefill
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,14 @@ def test_engines_without_seeds_of_responses_do_not_share_their_noise() -> None:
     assert len(set(seeds)) == 8 and all(0 <= seed < 2**31 for seed in seeds)
     assert seeds[0] == arguments("npu", "engine 0", False).engine_seed
     assert arguments("npu", "engine 3", True).engine_seed == 7
+
+
+def test_refuses_options_that_the_installed_vllm_does_not_have() -> None:
+    arguments = make_dataclass("EngineArgs", ["max_num_seqs"])
+    installed = SimpleNamespace(EngineArgs=arguments, __version__="0.23.0")
+    _check_options({"max_num_seqs": 8}, installed)
+    with pytest.raises(RolloutError, match=r"engine_options\.block_size: vLLM 0\.23\.0 has no such option"):
+        _check_options({"max_num_seqs": 8, "block_size": 16}, installed)
 
 
 @pytest.mark.parametrize("length", [512, 131_072])

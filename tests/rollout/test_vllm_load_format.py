@@ -22,9 +22,12 @@ CHILD = """
     from isotrain.rollout.build import build_rollout
     from isotrain.weights.file import write_update
 
-    directory, section = Path(sys.argv[1]), RolloutSection(max_tokens=8, kv_cache_gb=0.1)
+    directory, section = Path(sys.argv[1]), RolloutSection(
+        max_tokens=8, kv_cache_gb=0.1, engine_options={"max_num_seqs": 3}
+    )
     common = {"device": choose_device("cpu"), "max_prompt": 16, "seed": 0, "name": "e"}
     engine = build_rollout(section, str(directory), "float32", **common)
+    assert engine.at_once == 3 and engine.settings["max_num_seqs"] == "3"
     tokens_T = np.arange(3, 15, dtype=np.int32)
     try:
         engine.logps([tokens_T])

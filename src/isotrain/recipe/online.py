@@ -300,6 +300,8 @@ class RolloutSection(Section):
     """Size of the KV cache in GiB if the engine keeps it in host memory."""
     eager: Annotated[bool | None, Affects.EXECUTION] = None
     """Run the engine without compilation or graph capture: fast start, slow steps; by default only on CPU."""
+    engine_options: Annotated[dict[str, Any], Affects.EXECUTION] = Field(default={})
+    """Further options of vLLM for memory and speed, such as `max_num_seqs`; docs/rollout.md lists them."""
     load_format: Annotated[Literal["dummy", "safetensors"], Affects.EXECUTION] = "dummy"
     """What vLLM starts with: random weights, as the trained ones follow before it generates, or the model's
     files. Pickled files are never read."""

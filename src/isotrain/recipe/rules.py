@@ -7,6 +7,19 @@ from collections.abc import Iterator
 from isotrain.language import tr
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, RewardSection, RolloutSection
 
+# Of vLLM's options, those that change memory and speed, and numbers by their rounding at most. How graphs are
+# captured is part of `compilation_config`.
+ENGINE_OPTIONS = frozenset(
+    (
+        "async_scheduling",
+        "block_size",
+        "compilation_config",
+        "enable_expert_parallel",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+    )
+)
+
 
 def broken_rules(
     algorithm: OnlineSection,
@@ -101,6 +114,14 @@ def _devices(ranks: int, rollout: RolloutSection, cluster: ClusterSection) -> It
         yield tr(
             "rollout.in_flight (true) cannot be used with rollout.engine sglang, which takes "
             "weights between responses: set engine: vllm, or remove in_flight"
+        )
+    if rollout.engine_options and rollout.engine != "vllm":
+        yield tr("rollout.engine_options are options of vLLM: set engine: vllm, or remove them")
+    for name in sorted(set(rollout.engine_options) - ENGINE_OPTIONS):
+        yield tr(
+            "rollout.engine_options.{name} cannot be set: known are {names}",
+            name=name,
+            names=", ".join(sorted(ENGINE_OPTIONS)),
         )
     if rollout.engine == "hf" and rollout.tensor_parallel > 1:
         yield tr(

@@ -107,6 +107,7 @@ def _vllm(plan: EngineArguments) -> RolloutEngine:
         max_length=max_length,
         load_format=plan.rollout.load_format,
         seeded=plan.seeded,
+        options=plan.rollout.engine_options,
         **{**plan.server, "seed": plan.engine_seed},
     )
 

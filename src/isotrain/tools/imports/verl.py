@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from isotrain.observe.loggers import LOGGERS
+from isotrain.recipe.rules import ENGINE_OPTIONS
 from isotrain.tools.imports.draft import Draft, Off
 from isotrain.tools.imports.hydra import OWN_CONFIGS, shown
 from isotrain.tools.imports.keys import as_flag, verl_ppo
@@ -130,6 +131,11 @@ def unused(d: Draft) -> list[Off]:
         (not ppo, "algorithm.lam", "only PPO (adv_estimator: gae) has it"),
         (not discounts, "algorithm.gamma", f"{shown(estimator, 30)} does not discount"),
         (estimator != "grpo", "algorithm.norm_adv_by_std_in_grpo", "only grpo has it"),
+        (
+            d.written("rollout.engine", "vllm") != "vllm",
+            " ".join(_option_keys(d)),
+            "an option of vLLM, which is not the engine",
+        ),
         (own_config(d), "--config-", "verl's own configuration, whose defaults are known"),
         (not shaped, overlong, "its switch enable is off"),
         (not d.whole(f"{M}.lora_rank", 0, 0), f"{M}.lora_alpha {M}.target_modules", "lora_rank is 0"),
@@ -324,12 +330,28 @@ def rollout(d: Draft) -> None:
     if tensor is not None and int(tensor.value) > ranks:
         note = f"{tensor.value} is more than the {ranks} device(s)"
         d.put("rollout.tensor_parallel", ranks, f"{R}.tensor_model_parallel_size", note=note)
+    engine_options(d, engine)
     keys = (f"{R}.val_kwargs.do_sample", f"{R}.val_kwargs.temperature")
     temperature, count = d.number(keys[1], 0.0), d.whole(f"{R}.val_kwargs.n", 1, 1)
     if not d.flag(keys[0]):
         temperature = 0.0
     d.put("rollout.validation.temperature", temperature or 0.0, *keys)
     d.put("rollout.validation.n", count if temperature else 1, f"{R}.val_kwargs.n")
+
+
+def engine_options(d: Draft, engine: str) -> None:
+    """vLLM's own options; those of its compilation are in a section there."""
+    keys = [key for key in _option_keys(d) if engine == "vllm" and d.given(key)]
+    given = {key.rpartition(".")[2]: value for key in keys if (value := d.value(key)) is not None}
+    options = {name: value for name, value in given.items() if name in ENGINE_OPTIONS}
+    if compilation := {name: value for name, value in given.items() if name not in ENGINE_OPTIONS}:
+        options["compilation_config"] = compilation
+    if options:
+        d.put("rollout.engine_options", options, *keys)
+
+
+def _option_keys(d: Draft) -> list[str]:
+    return [key for key, rule in d.table.exact.items() if rule.field == "rollout.engine_options"]
 
 
 def rewards(d: Draft) -> None:
