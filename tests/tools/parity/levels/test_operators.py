@@ -132,6 +132,13 @@ def test_sums_of_many_terms_may_drift(tmp_path: Path) -> None:
     assert level(tmp_path / "b", [row()], [{**long, "terms": 512.0}]).state == "different"
 
 
+def test_softmax_of_a_real_vocabulary(tmp_path: Path) -> None:
+    """AVX2 kernels sum its exponentials in one direction: as many terms as a row has."""
+    honest = row("aten._softmax.default", gain=1.5e-6, gain_error=1e-8, blocks=64)
+    assert level(tmp_path / "a", [row()], [row(), honest | {"shapes": "[64, 49152]"}]).state == "same"
+    assert level(tmp_path / "b", [row()], [row(), honest | {"shapes": "[64, 64]"}]).state == "different"
+
+
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
     found = level(tmp_path, [row()], [row(non_finite=2)])
     assert found.state == "different" and "2 values that are not finite" in found.words
