@@ -45,7 +45,7 @@ class Noise:
 
 def one_run_a_side(noise: Noise, steps: int, random: np.random.Generator, shift: float = 0.0) -> bool:
     a_S, b_S = MARGIN * NOISE * noise.draw(random, 2, steps)
-    found = effect_of_curves("reward", "reward", MARGIN, a_S, b_S + shift, free=True, tests=1)
+    found = effect_of_curves("reward", "reward", MARGIN, a_S, b_S + shift)
     return found.verdict == "different"
 
 
@@ -53,7 +53,7 @@ def paired_curves(noise: Noise, steps: int, random: np.random.Generator, shift: 
     """The signed test of P2: a margin of 0 leaves the noise model alone."""
     a_S = 2 + 0.1 * random.normal(size=steps)
     b_S = a_S + 5e-4 * noise.draw(random, 1, steps)[0] + shift
-    found = effect_of_curves("loss", "loss", 0.0, a_S, b_S, free=False, tests=1)
+    found = effect_of_curves("loss", "loss", 0.0, a_S, b_S)
     return found.verdict == "different"
 
 
@@ -84,7 +84,7 @@ def seeds(count: int) -> Callable[..., bool]:
         levels = MARGIN * random.normal(size=2 * count)
         runs = MARGIN * noise.draw(random, 2 * count, steps) + levels[:, None]
         a, b = list(runs[:count]), list(runs[count:] + shift)
-        found = effect_of_runs("reward", "reward", MARGIN, a, b, paired=False, tests=1)
+        found = effect_of_runs("reward", "reward", MARGIN, a, b, paired=False)
         return found.verdict == "different"
 
     return differ

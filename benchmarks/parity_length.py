@@ -19,7 +19,7 @@ SHIFT = 0.10
 
 def verdict(size: float, noise: Noise, steps: int, shift: float, random: np.random.Generator) -> str:
     a_S, b_S = size * noise.draw(random, 2, steps)
-    found = effect_of_curves("reward", "reward", MARGIN, a_S, b_S - shift, free=True, tests=1)
+    found = effect_of_curves("reward", "reward", MARGIN, a_S, b_S - shift)
     return found.verdict
 
 

@@ -259,7 +259,7 @@ def show(verdict: Verdict) -> None:
 def _effects(verdict: Verdict) -> Table:
     from rich.table import Table
 
-    from isotrain.tools.parity.report.sections import ANSWERS
+    from isotrain.tools.parity.compare.effects import ANSWERS
     from isotrain.tools.parity.report.text import EFFECT_COLUMNS, interval, number
 
     columns = map(said, EFFECT_COLUMNS)

@@ -17,11 +17,19 @@ MARGINS: dict[Kind, float] = {"loss": 0.02, "reward": 0.04, "score": 0.05}
 Validation scores: the 5 % of the community's acceptance tasks."""
 
 FALSE_ALARMS = 0.01
-"""How often a pair without any difference may be called different, over all its metrics and windows
-together."""
+"""How often curves that only round otherwise may be called a different computation, over all metrics and
+windows together."""
 
 CONFIDENCE = 0.95
-"""Confidence of shown intervals, and of those that call a pair equivalent: two one-sided tests at 2.5 %."""
+"""Least confidence of the intervals, which are shown and decide: within the margin is equivalent, wholly
+beyond it different."""
+
+CLEAR = 1e-5
+"""Free-running policy losses do not decide how good a run is, unless a difference has a smaller chance."""
+
+WHOLE_ALARMS, LAST_ALARMS, QUARTER_ALARMS = 0.005, 0.0025, 0.0008
+"""How often pairs without a difference may be called different by the mean over the whole run, over its last
+quarter and over each other quarter; 1 % together. An interval beyond the margin is widened for it."""
 
 WHOLE_SHARE, QUARTERS_SHARE = 0.25, 0.1
 """The parts of `FALSE_ALARMS` that are spent on the mean over the whole run, which sees most, and on those
@@ -44,9 +52,6 @@ within this factor of each other, in level and in growth. Beyond, a pair is not 
 COURSE = 3
 """Cosines of a difference that count as its course (level, slope, bend), not as noise: another speed of
 learning must not pass for noise."""
-
-SHARED_COURSE = 8
-"""The same for the sum of two free-running curves, which has the learning curve itself in it."""
 
 SLOWEST = 0.955
 """The largest autocorrelation from one step to the next that noise may have in short runs; in longer ones,
@@ -93,5 +98,13 @@ margin."""
 
 # seeds and reruns
 
+PRIOR_RUNS = 5
+"""How many runs the noise within a run weighs as, beside the spread between runs: few runs alone give an
+interval of no use. Where the spread contradicts it at `CONFLICT`, a usual spread takes its place, and where
+it contradicts that too, the spread alone counts."""
+CONFLICT = 0.05
+USUAL_SPREAD = 0.25
+"""Spread between runs that differ in their seed, as a share of the margin."""
+
 FEWEST_RUNS = 3
-"""Runs on the reference's side before their spread is used in place of the noise within a run."""
+"""Pairs of runs before the spread between them counts alone: of paired curves and of validation scores."""

@@ -9,18 +9,24 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from isotrain.language import tr
 from isotrain.tools.parity import thresholds
-from isotrain.tools.parity.compare.noise import WINDOWS, alarm_shares, window_means, windows_of
+from isotrain.tools.parity.compare.noise import WINDOWS, wide_enough, window_means, windows_of
 from isotrain.tools.parity.compare.statistics import Interval
 from isotrain.tools.parity.run import ROLES, Numbers, RunLog, common
 from isotrain.tools.parity.thresholds import Kind
 
 Answer = Literal["equivalent", "different", "inconclusive"]
+ANSWERS: dict[Answer, str] = {
+    "equivalent": tr("equivalent"),
+    "different": tr("different"),
+    "inconclusive": tr("inconclusive"),
+}
 
 WHOLE, LAST = WINDOWS[0], WINDOWS[-1]
 ALONE = tr("one run a side")
@@ -28,7 +34,15 @@ VALIDATION = tr("last validations")
 # A run is equivalent by its level and by how it ends; the other quarters can only show a difference.
 _DECIDE = (WHOLE, LAST)
 _DECIDING = (*_DECIDE, VALIDATION)
+_ALARMS = {
+    **dict.fromkeys(WINDOWS, thresholds.QUARTER_ALARMS),
+    WHOLE: thresholds.WHOLE_ALARMS,
+    LAST: thresholds.LAST_ALARMS,
+    VALIDATION: thresholds.WHOLE_ALARMS,
+}
 _MOST_RUNS = 1000
+_NORMAL_HALF = 1.959963984540054
+"""Half of a 95 % interval, in standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,8 @@ class Effect:
     """Why it is different, where that is not the size of a mean."""
     runs_to_decide: int | None = None
     """Runs of each side that would decide, where more of them would."""
+    alone: Answer | None = None
+    """What one run a side says, where more were given."""
     same_as: str | None = None
     """An earlier metric that is equal in every value of both runs: the two count once."""
 
@@ -72,11 +88,15 @@ class Effect:
 
     @property
     def worst(self) -> WindowEffect:
-        """The window that the verdict rests on: the clearest difference, or else the whole run."""
+        """The window that the verdict rests on: the first that is different, or else the whole run."""
         if self.verdict != "different" or self.reason:
             return self.windows[0]
-        beyond = [effect for effect in self.windows if abs(effect.difference) > self.margin]
-        return min(beyond, key=lambda effect: effect.chance)
+        beyond = [
+            one
+            for one in self.windows
+            if one.interval is not None and max(one.interval.low, -one.interval.high) > self.margin
+        ]
+        return beyond[0]
 
     def as_json(self) -> dict[str, Any]:
         whole = asdict(self.windows[0])
@@ -89,6 +109,7 @@ class Effect:
             "evidence": self.evidence,
             "reason": self.reason,
             "runs_to_decide": self.runs_to_decide,
+            "alone": self.alone,
             "same_as": self.same_as,
             "windows": [asdict(one) for one in self.windows],
         }
@@ -100,12 +121,9 @@ def effect_of_curves(
     margin: float,
     reference_S: Numbers,
     candidate_S: Numbers,
-    *,
-    free: bool,
-    tests: int,
 ) -> Effect:
-    """From one run a side; `tests` is how many metrics share the designed rate of false alarms."""
-    means = window_means(candidate_S - reference_S, candidate_S + reference_S if free else None)
+    """From one run a side."""
+    means = window_means(candidate_S - reference_S, margin, [_ALARMS[window] for window in WINDOWS])
     weights_WS = windows_of(len(reference_S)).weights_WS
     windows = tuple(
         WindowEffect(
@@ -114,7 +132,7 @@ def effect_of_curves(
         for name, w_S, mean in zip(WINDOWS, weights_WS, means, strict=True)
     )
     reason = _flat(reference_S, candidate_S)
-    verdict = "different" if reason else _answer(windows, margin, tests)
+    verdict = "different" if reason else _answer(windows, margin)
     return Effect(metric, kind, margin, verdict, windows, ALONE, reason)
 
 
@@ -126,7 +144,6 @@ def effect_of_runs(
     candidate_KS: Sequence[Numbers],
     *,
     paired: bool,
-    tests: int,
 ) -> Effect:
     """From several runs a side, or from several of the reference against one: the spread between runs counts.
 
@@ -139,7 +156,15 @@ def effect_of_runs(
             np.array([_window_mean(x_S, window) for x_S in side]) for side in (reference_KS, candidate_KS)
         )
         difference, spread, degrees = _spread(a_K, b_K, paired=paired)
-        half, chance = _student(difference, spread, degrees)
+        within_run = None if paired else _noise_within_runs(window, reference_KS, candidate_KS)
+        deviation = _with_prior(a_K, b_K, within_run, margin)
+        half_at = partial(_student_half, spread, degrees)
+        error = 1 - thresholds.CONFIDENCE
+        # A prior is there to make few runs useful: where their spread alone says more, it stands.
+        if deviation and _normal_half(deviation, error) < half_at(error):
+            half_at, degrees, spread = partial(_normal_half, deviation), math.inf, deviation
+        half = wide_enough(difference, half_at, _ALARMS[window], margin)
+        chance = _chance(difference, spread, degrees)
         windows.append(
             WindowEffect(
                 window,
@@ -155,7 +180,7 @@ def effect_of_runs(
             needed = more if needed is None or more is None else max(needed, more)
     evidence = _evidence(len(reference_KS), len(candidate_KS), paired=paired)
     effects_by_window = tuple(windows)
-    verdict = _answer(effects_by_window, margin, tests)
+    verdict = _answer(effects_by_window, margin)
     more = needed if verdict == "inconclusive" else None
     return Effect(metric, kind, margin, verdict, effects_by_window, evidence, runs_to_decide=more)
 
@@ -167,7 +192,6 @@ def effect_of_validations(
     candidate_P: Numbers,
     *,
     items: int | None,
-    tests: int,
 ) -> Effect:
     """From the last quarter of the validations of one run a side.
 
@@ -178,27 +202,25 @@ def effect_of_validations(
     a, b = float(reference_P[last:].mean()), float(candidate_P[last:].mean())
     interval, chance = None, math.nan
     if items is not None and min(a, b) >= 0 and max(a, b) <= 1:
-        interval, chance = _binomial(a, b, items)
+        middle, deviation = _binomial(a, b, items)
+        half = wide_enough(middle, partial(_normal_half, deviation), _ALARMS[VALIDATION], margin)
+        interval, chance = Interval(middle - half, middle + half), _chance(middle, deviation, math.inf)
     windows = (WindowEffect(VALIDATION, a, b, b - a, interval, chance),)
-    return Effect(metric, "score", margin, _answer(windows, margin, tests), windows, ALONE)
+    return Effect(metric, "score", margin, _answer(windows, margin), windows, ALONE)
 
 
-def _binomial(a: float, b: float, items: int) -> tuple[Interval, float]:
-    """Interval of `b - a` by Agresti and Caffo, and the chance of such a difference."""
-    from scipy.special import ndtr, ndtri
-
+def _binomial(a: float, b: float, items: int) -> tuple[float, float]:
+    """Middle and standard error of `b - a` by Agresti and Caffo."""
     shares = [(share * items + 1) / (items + 2) for share in (a, b)]
     spread = math.sqrt(sum(share * (1 - share) / (items + 2) for share in shares))
-    half = float(ndtri((1 + thresholds.CONFIDENCE) / 2)) * spread
-    middle = shares[1] - shares[0]
-    return Interval(middle - half, middle + half), float(2 * ndtr(-abs(middle) / spread))
+    return shares[1] - shares[0], spread
 
 
-def _answer(windows: Sequence[WindowEffect], margin: float, tests: int) -> Answer:
-    """Different: noise does not explain it, and it is larger than the margin."""
-    shares = alarm_shares(len(windows))
-    for effect, share in zip(windows, shares, strict=True):
-        if abs(effect.difference) > margin and effect.chance < thresholds.FALSE_ALARMS * share / tests:
+def _answer(windows: Sequence[WindowEffect], margin: float) -> Answer:
+    """By the intervals that are shown. Without a chance, the steps are too few to show a difference."""
+    for one in windows:
+        beyond = one.interval is not None and (one.interval.low > margin or one.interval.high < -margin)
+        if beyond and not math.isnan(one.chance):
             return "different"
     deciding = [one.interval for one in windows if one.window in _DECIDING]
     within = all(i is not None and -margin <= i.low and i.high <= margin for i in deciding)
@@ -241,14 +263,59 @@ def _spread(a_K: Numbers, b_K: Numbers, *, paired: bool) -> tuple[float, float, 
     return difference, math.sqrt(total), degrees
 
 
-def _student(difference: float, spread: float, degrees: float) -> tuple[float, float]:
-    """Half of the interval, and the chance of such a difference."""
-    from scipy.special import stdtr, stdtrit
+def _student_half(spread: float, degrees: float, error: float) -> float:
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, 1 - error / 2)) * spread
+
+
+def _normal_half(deviation: float, error: float) -> float:
+    from scipy.special import ndtri
+
+    return float(ndtri(1 - error / 2)) * deviation
+
+
+def _chance(difference: float, spread: float, degrees: float) -> float:
+    """How often there would be such a difference without a real one."""
+    from scipy.special import stdtr
 
     if not spread:
-        return 0.0, 1.0 if not difference else 0.0
-    half = float(stdtrit(degrees, (1 + thresholds.CONFIDENCE) / 2)) * spread
-    return half, float(2 * stdtr(degrees, -abs(difference) / spread))
+        return 1.0 if not difference else 0.0
+    return float(2 * stdtr(degrees, -abs(difference) / spread))
+
+
+def _noise_within_runs(
+    window: str, reference_KS: Sequence[Numbers], candidate_KS: Sequence[Numbers]
+) -> float | None:
+    """Standard deviation of one run's mean by the noise between its steps; None where there are too few."""
+    if len(candidate_KS[0]) < thresholds.FEWEST_STEPS:
+        return None
+    at, halves = WINDOWS.index(window), []
+    for number, reference_S in enumerate(reference_KS[: thresholds.PRIOR_RUNS]):
+        mean = window_means(candidate_KS[min(number, len(candidate_KS) - 1)] - reference_S)[at]
+        assert mean.interval is not None
+        halves.append(mean.interval.high - mean.value)
+    return float(np.sqrt(np.mean(np.square(halves)) / 2)) / _NORMAL_HALF
+
+
+def _with_prior(a_K: Numbers, b_K: Numbers, within_run: float | None, margin: float) -> float | None:
+    """Standard error of the difference, if the spread between runs agrees with what is known without it.
+
+    That is the noise within a run or, if the spread contradicts it, a usual spread on top of it. It weighs as
+    `thresholds.PRIOR_RUNS` runs do: the spread of two reruns alone gives an interval of no use.
+    """
+    from scipy.special import chdtrc
+
+    degrees = len(a_K) + len(b_K) - 2
+    if not within_run or not degrees:
+        return None
+    squares = sum(float(((x_K - x_K.mean()) ** 2).sum()) for x_K in (a_K, b_K))
+    for expected in (within_run, math.hypot(within_run, thresholds.USUAL_SPREAD * margin)):
+        relative = squares / expected**2
+        if float(chdtrc(degrees, relative)) >= thresholds.CONFLICT:
+            share = (thresholds.PRIOR_RUNS + relative) / (thresholds.PRIOR_RUNS + degrees)
+            return expected * math.sqrt(share * (1 / len(a_K) + 1 / len(b_K)))
+    return None
 
 
 def _runs_to_decide(a_K: Numbers, b_K: Numbers, room: float, *, paired: bool) -> int | None:
@@ -305,6 +372,8 @@ def farthest_pair(evidence: str, half: float) -> float | None:
     spread = half / float(stdtrit(degrees, (1 + thresholds.CONFIDENCE) / 2))
     if paired:
         return spread * (a - 1)
+    # With the noise within runs as a prior, the spread may be so much larger beside the same interval.
+    spread = max(spread, half / _NORMAL_HALF * math.sqrt((thresholds.PRIOR_RUNS + degrees) / degrees))
     if b == 1:
         return spread * (a - 1) / math.sqrt(a + 1)
     return spread * math.hypot(a - 1, b - 1)

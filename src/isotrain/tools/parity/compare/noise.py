@@ -9,8 +9,9 @@ S: steps, M: noise models that are weighed, J: cosines, W: windows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -77,22 +78,34 @@ def alarm_shares(windows: int) -> list[float]:
     return [1 / windows] * windows
 
 
-def window_means(difference_S: Numbers, sum_S: Numbers | None = None) -> list[Mean]:
+def window_means(difference_S: Numbers, margin: float = 0.0, alarms: Sequence[float] = ()) -> list[Mean]:
     """The mean of a difference in each of `WINDOWS`.
 
-    `sum_S` is the sum of the two curves, if their noises are independent: then it has the difference's noise,
-    and tells more about it.
+    With `alarms`, an interval lies beyond the margin in no more than this share of pairs without a difference
+    (see `wide_enough`).
     """
     steps = len(difference_S)
     values_W = windows_of(steps).weights_WS @ difference_S if steps else np.zeros(len(WINDOWS))
     if steps < thresholds.FEWEST_STEPS:
         return [_of_few(difference_S, float(value)) for value in values_W]
-    difference_B, sum_B = _thinned(difference_S), None if sum_S is None else _thinned(sum_S)
-    fit = _fit(difference_B, sum_B, _SMALLEST * float(np.abs(difference_S).max(initial=0.0)))
-    return [
-        Mean(float(value), fit.interval(float(value), index), fit.chance(float(value), index))
-        for index, value in enumerate(values_W)
-    ]
+    fit = _fit(_thinned(difference_S), _SMALLEST * float(np.abs(difference_S).max(initial=0.0)))
+    means = []
+    for window, value in enumerate(values_W.tolist()):
+        half = fit.half(1 - thresholds.CONFIDENCE, window)
+        if alarms and abs(value) - half > margin:
+            half = wide_enough(value, partial(fit.half, window=window), alarms[window], margin)
+        means.append(Mean(value, Interval(value - half, value + half), fit.chance(value, window)))
+    return means
+
+
+def wide_enough(value: float, half_at: Callable[[float], float], alarm: float, margin: float) -> float:
+    """Half of an interval of at least `thresholds.CONFIDENCE`; `half_at` gives it for an error rate.
+
+    An interval beyond the margin calls a pair different. Where the noise is much larger than the margin, one
+    of that confidence would do so too often without any difference: the rate of false alarms widens it.
+    """
+    half = half_at(1 - thresholds.CONFIDENCE)
+    return max(half, half_at(alarm) - margin) if abs(value) - half > margin else half
 
 
 def _of_few(difference_S: Numbers, value: float) -> Mean:
@@ -124,31 +137,25 @@ class _Fit:
         tails_M = 2 * stdtr(self.degrees, -abs(value) / self.spread_MW[:, window])
         return float(np.clip(self.share_M @ tails_M, 0.0, 1.0))
 
-    def interval(self, value: float, window: int) -> Interval:
-        """All true means that this one does not contradict."""
+    def half(self, error: float, window: int) -> float:
+        """Half of the interval that leaves out the true mean at this rate."""
         low, high = 0.0, 100.0 * float(self.spread_MW[:, window].max())
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            if self.chance(middle, window) > 1 - thresholds.CONFIDENCE:
+            if self.chance(middle, window) > error:
                 low = middle
             else:
                 high = middle
-        return Interval(value - high, value + high)
+        return high
 
 
-def _fit(difference_S: Numbers, sum_S: Numbers | None, smallest: float) -> _Fit:
+def _fit(difference_S: Numbers, smallest: float) -> _Fit:
     from scipy.fft import dct
 
     spectra = _spectra(len(difference_S))
-    energy_M, log_M, count = np.zeros(len(spectra.shape_MJ)), np.zeros(len(spectra.shape_MJ)), 0
-    parts = [(difference_S, thresholds.COURSE)]
-    if sum_S is not None and len(sum_S) > 2 * thresholds.SHARED_COURSE:
-        parts.append((sum_S, thresholds.SHARED_COURSE))
-    for values_S, course in parts:
-        squares_J = dct(values_S, norm="ortho")[course:] ** 2
-        energy_M += (1 / spectra.shape_MJ[:, course:]) @ squares_J
-        log_M += np.log(spectra.shape_MJ[:, course:]).sum(axis=1)
-        count += len(squares_J)
+    shape_MJ = spectra.shape_MJ[:, thresholds.COURSE :]
+    squares_J = dct(difference_S, norm="ortho")[thresholds.COURSE :] ** 2
+    energy_M, log_M, count = (1 / shape_MJ) @ squares_J, np.log(shape_MJ).sum(axis=1), len(squares_J)
     variance_M = np.maximum(energy_M / count, max(smallest, np.finfo(np.float64).tiny ** 0.5) ** 2)
     likelihood_M = spectra.log_prior_M - 0.5 * (log_M + count * np.log(variance_M))
     share_M = np.exp(likelihood_M - likelihood_M.max())

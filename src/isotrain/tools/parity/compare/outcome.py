@@ -129,8 +129,8 @@ def outcome_of(
     stated = margins or {}
     effects = tuple(_effects(comparison, pairing, others, stated, items))
     answer: Answer = "inconclusive"
-    verdicts = {effect.verdict for effect in effects}
-    if one_sided or "different" in verdicts:
+    clear = [one for one in effects if one.verdict == "different" and _accuses(one, effects, pairing, stated)]
+    if one_sided or clear:
         answer = "different"
     elif effects and not comparison.not_numbers:
         known = [effect for effect in effects if effect.windows[0].interval is not None] or effects
@@ -149,6 +149,14 @@ def outcome_of(
     objections = (*comparison.objections, *_validation_objections(comparison, effects))
     verdict = "inconclusive" if answer == "equivalent" and objections else answer
     return Outcome(verdict, tuple(order), pairing, one_sided, objections)
+
+
+def _accuses(
+    effect: Effect, effects: Sequence[Effect], pairing: Pairing, stated: Mapping[str, float]
+) -> bool:
+    """Metrics that do not decide are many and noisy: they must differ far more clearly."""
+    chance = min(window.chance for window in effect.windows)
+    return _decides(effect, effects, pairing, stated) or bool(effect.reason) or chance < thresholds.CLEAR
 
 
 def _decides(
@@ -185,36 +193,33 @@ def _effects(
 ) -> Iterator[Effect]:
     free = pairing == "free-running"
     pairs = [(comparison.reference, comparison.candidate), *others.pairs]
-    references = [comparison.reference, *others.reruns]
-    metrics = list(comparison.curves)
-    scores = [metric for metric in _scores(pairs) if metric not in metrics]
+    # Where curves are paired, reruns are the envelope of the computation.
+    reruns = others.reruns if free else ()
     same_as = _same_values(comparison)
-    tests = len(metrics) - len(same_as) + len(scores)
-    for metric in metrics:
+    for metric in comparison.curves:
         kind: Kind = kind_of(metric) or "score"
         margin = margins.get(metric, thresholds.MARGINS[kind])
-        runs_a, runs_b = [a for a, _ in pairs], [b for _, b in pairs]
-        if len(pairs) >= thresholds.FEWEST_RUNS and _all_have(metric, [*runs_a, *runs_b]):
+        one = comparison.aligned[metric]
+        effect = effect_of_curves(metric, kind, margin, one.reference_S, one.candidate_S)
+        runs_a, runs_b = [*(a for a, _ in pairs), *reruns], [b for _, b in pairs]
+        more = len(runs_a) >= (2 if free else thresholds.FEWEST_RUNS)
+        if more and not effect.reason and _all_have(metric, [*runs_a, *runs_b]):
             values = values_of(metric, [*runs_a, *runs_b])
-            a, b = values[: len(pairs)], values[len(pairs) :]
-            effect = effect_of_runs(metric, kind, margin, a, b, paired=not free, tests=tests)
-        elif free and len(references) >= thresholds.FEWEST_RUNS and _all_have(metric, references):
-            *a, b_S = values_of(metric, [*references, comparison.candidate])
-            effect = effect_of_runs(metric, kind, margin, a, [b_S], paired=False, tests=tests)
-        else:
-            one = comparison.aligned[metric]
-            curves = (one.reference_S, one.candidate_S)
-            effect = effect_of_curves(metric, kind, margin, *curves, free=free, tests=tests)
+            a, b = values[: len(runs_a)], values[len(runs_a) :]
+            alone = effect.verdict
+            effect = replace(effect_of_runs(metric, kind, margin, a, b, paired=not free), alone=alone)
         yield replace(effect, same_as=same_as.get(metric))
-    for metric in scores:
+    for metric in _scores(pairs):
+        if metric in comparison.curves:
+            continue
         margin = thresholds.MARGINS["score"]
         if len(pairs) >= thresholds.FEWEST_RUNS:
             a, b = ([pair[side].metrics[metric].values_S[-1:] for pair in pairs] for side in (0, 1))
-            yield effect_of_runs(metric, "score", margin, a, b, paired=False, tests=tests)
+            yield effect_of_runs(metric, "score", margin, a, b, paired=False)
             continue
         steps_S, (a_P, b_P) = common([run.metrics[metric] for run in pairs[0]])
         if len(steps_S) and np.isfinite([a_P, b_P]).all():
-            yield effect_of_validations(metric, margin, a_P, b_P, items=items, tests=tests)
+            yield effect_of_validations(metric, margin, a_P, b_P, items=items)
 
 
 def _same_values(comparison: Comparison) -> dict[str, str]:

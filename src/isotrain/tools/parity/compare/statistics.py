@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from isotrain.tools.parity.run import Numbers
 
-# The mean error is taken again in so many resamples; its interval then moves by about 1 % of its width.
-RESAMPLES = 2000
 # A step is where curves part if they are apart by more than this share of a typical change, and stay so.
 PART_SHARE, PART_OF = 0.1, 5
 
@@ -38,8 +36,6 @@ class Apart:
     largest: float
     largest_at: int
     signed_mean: float
-    signed_interval: Interval
-    """95 %, from blocks of neighbouring steps: errors of one step go on in the next."""
     parts_at: int | None
     """The first step from which the curves stay apart; None if they do not."""
     change_correlation: float | None
@@ -48,7 +44,7 @@ class Apart:
     """The mean error as a share of that of a flat line at the reference's mean; None for a flat reference."""
 
 
-def apart(steps_S: npt.NDArray[np.int64], reference_S: Numbers, candidate_S: Numbers, seed: int = 0) -> Apart:
+def apart(steps_S: npt.NDArray[np.int64], reference_S: Numbers, candidate_S: Numbers) -> Apart:
     """Curves of equal length, at least one step, all values finite."""
     error_S = candidate_S - reference_S
     size_S = np.abs(error_S)
@@ -63,28 +59,10 @@ def apart(steps_S: npt.NDArray[np.int64], reference_S: Numbers, candidate_S: Num
         largest=float(size_S[largest]),
         largest_at=int(steps_S[largest]),
         signed_mean=float(error_S.mean()),
-        signed_interval=block_interval(error_S, seed),
         parts_at=_parts_at(steps_S, reference_S, size_S),
         change_correlation=correlation(np.diff(reference_S), np.diff(candidate_S)),
         share_of_flat=float(size_S.mean()) / flat if flat else None,
     )
-
-
-def block_interval(error_S: Numbers, seed: int = 0) -> Interval:
-    """The mean's 95 % interval by a moving-block bootstrap; blocks grow as the cube root of the length."""
-    length = len(error_S)
-    block = min(length, round(2 * length ** (1 / 3)))
-    blocks = -(-length // block)
-    # Sums of all blocks once: a resample is then a few additions, whatever the length.
-    cumulative = np.concatenate([[0.0], np.cumsum(error_S)])
-    sums = cumulative[block:] - cumulative[:-block]
-    draw = np.random.default_rng(seed)
-    means = np.empty(RESAMPLES)
-    for number in range(RESAMPLES):
-        means[number] = sums[draw.integers(0, len(sums), blocks)].sum()
-    means /= blocks * block
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(float(low), float(high))
 
 
 def correlation(a_S: Numbers, b_S: Numbers) -> float | None:

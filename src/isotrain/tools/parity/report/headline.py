@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from isotrain.language import capital, listed, tr
-from isotrain.tools.parity.compare.effects import ALONE, VALIDATION, Answer, Effect, WindowEffect
+from isotrain.tools.parity.compare.effects import ALONE, ANSWERS, VALIDATION, Answer, Effect, WindowEffect
 from isotrain.tools.parity.compare.noise import WINDOWS
 from isotrain.tools.parity.compare.objections import WATCHED
 
@@ -54,9 +54,16 @@ def computation_words(verdict: Verdict) -> str:
 def outcome_reason(verdict: Verdict) -> str:
     """What keeps it from being equivalent comes first; where it is different anyway, last."""
     objections = [_sentence(words) for words in _objection_words(verdict)]
-    found = _difference_found(verdict)
+    found = listed((_difference_found(verdict), *_alone(verdict)), " ")
     parts = [found, *objections] if verdict.outcome.verdict == "different" else [*objections, found]
     return listed(parts, " ")
+
+
+def _alone(verdict: Verdict) -> Iterator[str]:
+    """The answer of one run a side, where further runs changed it."""
+    for effect in verdict.outcome.effects[:1]:
+        if effect.alone is not None and effect.alone != effect.verdict:
+            yield tr("One run a side alone would be {answer}.", answer=ANSWERS[effect.alone])
 
 
 def _objection_words(verdict: Verdict) -> Iterator[str]:

@@ -34,11 +34,12 @@ from isotrain.observe.plots import (
     plain,
 )
 from isotrain.tools.parity.compare.comparison import Aligned, default_metrics
+from isotrain.tools.parity.compare.effects import WindowEffect
 from isotrain.tools.parity.compare.statistics import Apart
 from isotrain.tools.parity.levels.level import Level
 from isotrain.tools.parity.report.evidence import Envelope, LayerErrors, envelope, first_layer, layers
 from isotrain.tools.parity.report.facts import UNKNOWN, device_of
-from isotrain.tools.parity.report.text import number
+from isotrain.tools.parity.report.text import interval, number
 from isotrain.tools.parity.run import RunLog
 from isotrain.tools.parity.verdict import Verdict
 
@@ -191,7 +192,8 @@ def _of_metrics(verdict: Verdict) -> Iterator[Picture]:
         yield Picture(f"curve-{name}.png", words, as_png(figure, DPI))
         if apart is not None:
             band = envelope(verdict.level("P3"), metric)
-            words, figure = _difference(metric, comparison.aligned[metric], apart, band)
+            mean = next(one.windows[0] for one in verdict.outcome.effects if one.metric == metric)
+            words, figure = _difference(metric, comparison.aligned[metric], apart, mean, band)
             yield Picture(f"difference-{name}.png", words, as_png(figure, DPI))
 
 
@@ -229,11 +231,12 @@ def _where_they_part(apart: Apart, *, free: bool) -> str:
     return tr("the curves part at step {step:,}", step=apart.parts_at)
 
 
-def _difference(metric: str, aligned: Aligned, apart: Apart, band: Envelope | None) -> tuple[str, Figure]:
+def _difference(
+    metric: str, aligned: Aligned, apart: Apart, mean: WindowEffect, band: Envelope | None
+) -> tuple[str, Figure]:
     steps_S, error_S = aligned.steps_S.astype(np.float64), aligned.candidate_S - aligned.reference_S
-    low, high = apart.signed_interval.low, apart.signed_interval.high
-    title = listed((clipped(metric), _side(apart)), ": ")
-    aside = f"95 % interval of the mean: {number(low)} to {number(high)}; largest: {number(apart.largest)}"
+    title = listed((clipped(metric), _side(apart, mean)), ": ")
+    aside = f"95 % interval of the mean: {interval(mean.interval)}; largest: {number(apart.largest)}"
     figure, axes = _headed(title, aside)
     if band is not None:
         every = slice(None, None, -(-len(band.steps) // MOST_POINTS))
@@ -242,7 +245,9 @@ def _difference(metric: str, aligned: Aligned, apart: Apart, band: Envelope | No
         axes.fill_between(*around, color=GREEN, alpha=0.16, linewidth=0, label=label)
     axes.axhline(0.0, color=INK, linewidth=1.1)
     curve(axes, steps_S, error_S, PURPLE, "candidate - reference")
-    axes.axhspan(low, high, color=ORANGE, alpha=0.30, linewidth=0, label="mean, 95 % interval")
+    if mean.interval is not None:
+        low, high = mean.interval.low, mean.interval.high
+        axes.axhspan(low, high, color=ORANGE, alpha=0.30, linewidth=0, label="mean, 95 % interval")
     if not apart.largest and band is None:
         axes.set_ylim(-1.0, 1.0)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
@@ -250,14 +255,13 @@ def _difference(metric: str, aligned: Aligned, apart: Apart, band: Envelope | No
     return title, figure
 
 
-def _side(apart: Apart) -> str:
+def _side(apart: Apart, mean: WindowEffect) -> str:
     if not apart.largest:
         return tr("equal at every step")
-    low, high = apart.signed_interval.low, apart.signed_interval.high
-    if low <= 0 <= high:
+    if mean.interval is None or mean.interval.low <= 0 <= mean.interval.high:
         return tr("neither is higher on average")
-    size = number(abs(apart.signed_mean))
-    if apart.signed_mean > 0:
+    size = number(abs(mean.difference))
+    if mean.difference > 0:
         return tr("the candidate is {size} higher", size=size)
     return tr("the candidate is {size} lower", size=size)
 

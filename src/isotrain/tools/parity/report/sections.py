@@ -9,7 +9,7 @@ import numpy as np
 
 from isotrain.language import capital, listed, tr
 from isotrain.tools.parity.compare.comparison import environment_changes, recipe_changes
-from isotrain.tools.parity.compare.effects import Answer
+from isotrain.tools.parity.compare.effects import ANSWERS
 from isotrain.tools.parity.compare.outcome import PAIRINGS
 from isotrain.tools.parity.compare.power import EVIDENCE, Evidence, Power
 from isotrain.tools.parity.compare.published import RuleResult
@@ -35,11 +35,6 @@ from isotrain.tools.parity.verdict import Verdict
 _MOST_COLUMNS = 8
 _RESULTS = {True: tr("holds"), False: tr("broken"), None: tr("for information")}
 _NO_FIGURES = tr("The runs have no steps in common at which both are numbers.")
-ANSWERS: dict[Answer, str] = {
-    "equivalent": tr("equivalent"),
-    "different": tr("different"),
-    "inconclusive": tr("inconclusive"),
-}
 # An open table of more rows than this would bury what follows.
 _OPEN_ROWS = 12
 
@@ -324,8 +319,7 @@ def effects(verdict: Verdict) -> Markup:
     from_what = verdict.outcome.effects[0].evidence
     how = tr(
         "Estimated from {evidence}, as {pairing} curves. Equivalent: the interval of the whole run and that "
-        "of its last quarter lie within the margin. Different: the difference is larger than the margin, and "
-        "noise would make one so large in less than 1 of 100 pairs.",
+        "of its last quarter lie within the margin. Different: an interval lies wholly beyond the margin.",
         evidence=from_what,
         pairing=PAIRINGS[verdict.outcome.pairing],
     )

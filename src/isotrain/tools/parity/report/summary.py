@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from isotrain.language import Language, said, tr, using
+from isotrain.tools.parity.compare.effects import ANSWERS
 from isotrain.tools.parity.report.facts import safe_cell
 from isotrain.tools.parity.report.headline import headline
-from isotrain.tools.parity.report.sections import ANSWERS
 from isotrain.tools.parity.report.text import EFFECT_COLUMNS, LONGEST_TEXT, interval, number
 from isotrain.tools.parity.run import ROLES
 from isotrain.tools.parity.verdict import Verdict

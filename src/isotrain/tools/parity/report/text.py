@@ -43,7 +43,6 @@ STATISTICS: tuple[tuple[str, Callable[[Apart], str]], ...] = (
     (tr("first step"), lambda a: number(a.first)),
     (tr("largest (at step)"), lambda a: f"{number(a.largest)} ({a.largest_at})"),
     (tr("signed mean"), lambda a: number(a.signed_mean)),
-    (tr("its 95 % interval"), lambda a: interval(a.signed_interval)),
     (tr("the curves part at step"), lambda a: "-" if a.parts_at is None else str(a.parts_at)),
     (
         tr("correlation of changes"),
