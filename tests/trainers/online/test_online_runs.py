@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from isotrain.data.prepare.tiny_reward import score
 from isotrain.data.record import read_trajectories
 from isotrain.observe.metrics import read_metrics
+from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.schema import MeshSection, Recipe
 from support import stable_metrics
 
@@ -53,6 +54,12 @@ def whole(tiny: Path, work: Path) -> Path:
 
 def test_the_run_says_once_where_responses_end(whole: Path) -> None:
     assert (whole / "log.txt").read_text().count("responses end at '<|im_end|>' (2)\n") == 1
+
+
+def test_the_run_says_and_records_which_way_weights_go(whole: Path) -> None:
+    (start,) = RunDirectory(whole).starts()
+    assert start["device"]["rollout"]["weights by"] == "file"
+    assert "weights by file" in (whole / "log.txt").read_text()
 
 
 def test_the_first_update_is_on_policy(whole: Path) -> None:

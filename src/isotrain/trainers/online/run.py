@@ -116,6 +116,9 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
             resumed.report(console.message)
             recorder = Recorder(console)
             trainer = build_trainer(recipe, cluster, stores, groups, described, recorder, resumed, preemption)
+            if rollout.generates:
+                settings = {**settings, "weights by": trainer.weights.routes.transport}
+                run.add_to_start({"device": {**facts, "rollout": settings}})
             introduction = _introduction(recipe, rollout, described, steps)
             console.message(f"{introduction}\n  {_responses(recipe, rollout, settings)}")
             if recipe.trainer.save_every is not None and not 0 < recipe.trainer.save_every < steps:
