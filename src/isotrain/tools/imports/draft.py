@@ -130,6 +130,9 @@ class Draft:
 
     def text(self, key: str, otherwise: str = "") -> str:
         value = self.value(key, otherwise)
+        if isinstance(value, list | dict):
+            self.refuse(key, f"{shown(str(value), 40)} is not one text: set the field yourself")
+            return otherwise
         return otherwise if value is None else str(value)
 
     def partly(self, key: str, otherwise: str) -> str:

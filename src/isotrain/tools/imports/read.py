@@ -49,6 +49,27 @@ _BRACKETS = re.compile(r"[{}\[\]()]")
 LONGEST_CONFIG = 512 * 1024
 _MOST_DEPTH = 30
 _LONGEST_NAME = 300
+# What may stand before the program: others may change what is trained.
+_LAUNCHERS = re.compile(
+    r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed|uv|ray|env|nohup|time|numactl|accelerate)|run|job|submit|launch"
+)
+_SWITCHES = {
+    "-u", "-O", "-B", "-I", "-s", "-E", "-P", "--", "-m", "--module", "--standalone", "--frozen",
+    "--all-packages",
+    "--no-sync", "--active", "--no-wait",
+}  # fmt: skip
+_OPTIONS = re.compile(
+    r"-[XW]|--(?:nproc|nnodes|node|master|rdzv|num|local|max|log|hostfile|include|exclude|launcher|extra|with|group"
+    r"|package|project|python|address|runtime|working|submission|entrypoint)(?:[-_]\w+)*"
+)
+_ENGINE_VARIABLES = re.compile(r"(?:VLLM|SGLANG|VERL|HYDRA)_\w+")
+# They change speed, places and logs.
+_NO_EFFECT = re.compile(
+    r"HYDRA_FULL_ERROR|VERL_\w*LOGG\w+|VERL_USE_MODELSCOPE|VLLM_(?:USE_V1|VERSION|ATTENTION_BACKEND|HOST_IP|PORT"
+    r"|ALLREDUCE_USE_SYMM_MEM|A\w+_ENABLE_\w+|LOGGING_\w+|WORKER_MULTIPROC_METHOD|CACHE_ROOT|USE_MODELSCOPE"
+    r"|RPC_\w+|\w+_TIMEOUT\w*|NO_USAGE_STATS|DISABLE_COMPILE_CACHE|TORCH_PROFILER_DIR)"
+    r"|SGLANG_(?:\w+_TIMEOUT\w*|LOG\w*|USE_MODELSCOPE)"
+)
 _COUNTS = ("nproc_per_node", "nproc-per-node", "nnodes", "num_gpus", "num_nodes")
 
 
@@ -224,6 +245,9 @@ def _from_script(text: str, framework: str, given: dict[str, str]) -> ImportSour
         where = ", ".join(str(other.lines[0]) for other, _ in trainings)
         why = f"there are {len(trainings)} trainings (lines {where}); this is the first: keep one of them"
         source.strays.append(Stray("the script", why, line))
+    for name in sorted(command.environment):
+        if _ENGINE_VARIABLES.fullmatch(name) and not _NO_EFFECT.fullmatch(name):
+            source.strays.append(Stray(name, "a variable whose effect on the training is not known", line))
     if command.under:
         source.strays.append(Stray("the script", f"the training runs only {command.under}", line))
     if shell.broken_lines:
@@ -265,17 +289,31 @@ def _bare(commands: Iterable[ShellCommand], framework: str) -> ShellCommand | No
         tuple(when for part in parts for when in part.when),
         parts[0].under,
         frozenset[int]().union(*(part.conditions for part in parts)),
+        frozenset[str]().union(*(part.environment for part in parts)),
     )
 
 
 def _launcher(source: ImportSource, words: list[tuple[str | Unknown, int, str]]) -> None:
     """The words up to the name of the program; torchrun and deepspeed get numbers of machines and devices."""
+    takes_value = False
     for place, (word, line, _) in enumerate(words):
         text, known = as_text(word), word.head if isinstance(word, Unknown) else word
         name, equals, value = known.lstrip("-").partition("=")
         is_option = known.startswith("-") and (equals or not isinstance(word, Unknown))
-        before = words[place - 1][0] if place else ""
-        is_value = isinstance(before, str) and before.startswith("--") and "=" not in before
+        is_value, takes_value = takes_value, False
+        option = known.partition("=")[0]
+        if not is_value and _OPTIONS.fullmatch(option):
+            takes_value = not equals
+        variable = re.fullmatch(r"[A-Za-z_]\w*", option) if equals else None
+        expected = (
+            is_value
+            or option in _SWITCHES
+            or bool(_OPTIONS.fullmatch(option))
+            or bool(_LAUNCHERS.fullmatch(known))
+            or place == len(words) - 1
+            or (variable is not None and not _ENGINE_VARIABLES.match(option))
+            or bool(_NO_EFFECT.fullmatch(option))
+        )
         program = place in (0, len(words) - 1) or known in ("-m", "--module")
         source.enter(text, line, "mapped" if program else "no effect")
         if known.startswith("--") and name in _COUNTS and is_option:
@@ -288,6 +326,8 @@ def _launcher(source: ImportSource, words: list[tuple[str | Unknown, int, str]])
             source.entries[-1].outcome = "unknown" if isinstance(number, Unknown) else "mapped"
         elif isinstance(word, Unknown) and not is_option and not is_value:
             source.stray(hydra.shown(text), f"{word.why}; it begins the command", line)
+        elif not isinstance(word, Unknown) and not expected:
+            source.stray(hydra.shown(text), "what it changes before the program is not known", line)
     first = words[0][0] if words else ""
     if isinstance(first, str) and first:
         source.launcher["name"] = KeySetting(first.rpartition("/")[2], words[0][1])

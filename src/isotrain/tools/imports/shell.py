@@ -48,6 +48,7 @@ class ShellCommand:
     when: tuple[str, ...] = ()
     under: str = ""
     conditions: frozenset[int] = frozenset()
+    environment: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -202,6 +203,7 @@ class Shell(ScriptState):
                 tuple(when for _, when in known),
                 label.text if label else "",
                 depends | (label.conditions if label else frozenset()),
+                frozenset(self.exported).union(syntax.text(part).partition("=")[0] for part in before),
             )
         )
         self._builtin(name, words[plain:], lines[0])
