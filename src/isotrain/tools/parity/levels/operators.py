@@ -23,8 +23,8 @@ RECORD = "layer_trace/operators.json"
 # Rounding units of the types that results have: errors are compared in them.
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
-# In rounding units. Honest operators reached 53 with float32 results (the backward pass of attention in a model
-# of 30 layers; a softmax over 49,152 numbers 22) and 3.4 with shorter ones.
+# In rounding units. Honest operators reached 53 with float32 results (the backward pass of attention in
+# SmolLM2; a softmax over 49,152 numbers 22) and 3.4 with shorter ones.
 LARGEST = {"float64": 200.0, "float32": 200.0, "float16": 8.0, "bfloat16": 8.0}
 # Rounding to nearest has no sign, approximations of functions and sums in one order have: by so much may the
 # results of a right kernel be too large or small. Float32 sums drift by up to an eighth of a digit each term.
