@@ -71,7 +71,7 @@ SAME_AS_BASH = {
     "quotes of an alternative": 'y=v; run ${y:+"a b" c} "${y:+a b}" ${y:+a b} ${x:+no} "${x:+}"',
     "a list if it is set": 'x=(1 "2 3"); y=(); run "${x[@]+"${x[@]}"}" ${y[@]+"${y[@]}"} '
     '"${y[@]+no}" "${y[@]:-d}" ${y+no}',
-    "an item if it is set": "y=(a); run ${y[1]-no} ${y[0]-wrong} ${y[1]+wrong} ${y[0]+yes}",
+    "an item if it is set": "y=(a); run ${y[1]-no} ${y[1]+wrong} ${y[0]+yes}; y=(); run a ${y[0]+no}",
     "tests by the number of words": '[ a = a -a b = b ] && run 1; [ a = b -o c = c ] && run 2; '
     'x=; [ -n $x ] && run 3',
     "tests of signs": '[ ! a = a -a b = b ] || run 1; [ = = = ] && run 2; [ ! "" ] && run 4; [ -z ] && run 5',

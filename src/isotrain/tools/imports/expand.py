@@ -426,7 +426,7 @@ class ScriptState:
 
     def _has_item(self, name: str, index: str) -> bool:
         items = self.variables.get(name, "")
-        return index in ("0", "-1") or (
+        return (index in ("0", "-1") and items != []) or (
             isinstance(items, list) and index.isdigit() and int(index) < len(items)
         )
 
