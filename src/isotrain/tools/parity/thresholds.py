@@ -10,6 +10,9 @@ from typing import Literal
 
 Kind = Literal["loss", "reward", "score"]
 
+RULES_SINCE = "2026-11-19"
+"""Day of the last change of what calls a pair different: an older power table is of other rules."""
+
 # outcome
 
 MARGINS: dict[Kind, float] = {"loss": 0.02, "reward": 0.04, "score": 0.05}

@@ -30,6 +30,7 @@ from isotrain.tools.parity.report.page import page
 from isotrain.tools.parity.report.text import MOST_ROWS
 from isotrain.tools.parity.report.write import write_report
 from isotrain.tools.parity.run import RunLog, Series
+from isotrain.tools.parity.thresholds import RULES_SINCE
 from isotrain.tools.parity.verdict import Verdict, judge
 
 pytestmark = pytest.mark.heavy
@@ -325,6 +326,13 @@ def test_the_envelope_and_the_interval_are_drawn(tmp_path: Path) -> None:
     )
     assert tinted(loss, GREEN, 0.16) > 50_000 > 100 > tinted(reward, GREEN, 0.16)
     assert tinted(reward, ORANGE, 0.30) > 3000 and tinted(reward, PURPLE, 1.0) > 1000
+
+
+@pytest.mark.parametrize(("date", "old"), [("2026-11-17", True), (RULES_SINCE, False)])
+def test_a_power_table_of_earlier_rules_says_so(date: str, old: bool) -> None:
+    power = Power("p", date, (PowerRow("m", "mutation", "sft", {"logs": "different"}, None, True),))
+    page = html_of(judged(compare(run(), run("b"))), power)
+    assert "called different" in page and ("with rules that have changed since" in page) is old
 
 
 def test_verdict_json_is_strict_and_whole(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from isotrain.tools.parity.report.text import (
     table,
 )
 from isotrain.tools.parity.run import ROLES
+from isotrain.tools.parity.thresholds import RULES_SINCE
 from isotrain.tools.parity.verdict import Verdict
 
 _MOST_COLUMNS = 8
@@ -286,6 +287,12 @@ def power_table(power: Power | None, evidence: Evidence) -> Markup:
         honest=honest,
     )
     measured = tr("Measured {date}: {protocol}.", date=power.date, protocol=power.protocol)
+    if power.date < RULES_SINCE:
+        measured = tr(
+            "Measured {date}, with rules that have changed since and were not measured again: {protocol}.",
+            date=power.date,
+            protocol=power.protocol,
+        )
     return joined([element("p", line) for line in (rests, measured)])
 
 
