@@ -100,7 +100,7 @@ def test_another_reward_fails_and_is_named(runner: Runner) -> None:
 def test_inconclusive_fails_unless_it_may_pass(runner: Runner) -> None:
     lines = (runner.workspace / "a.log").read_text().splitlines()
     (runner.workspace / "b.log").write_text("\n".join(lines[:20]) + "\n")
-    assert runner.run(reference="a.log", candidate="b.log") == 2
+    assert runner.run(reference="a.log", candidate="b.log") == 3
     assert runner.outputs["outcome"] == "inconclusive"
     assert runner.run(reference="a.log", candidate="b.log", report="again", inconclusive="pass") == 0
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_read_never_passes(runner: Runner) -> None:
     assert runner.run(reference="a.log", candidate="b.log", inconclusive="pass") != 0
     assert "exists already" in runner.printed
     runner.outputs.clear()
-    assert runner.run(reference="a.log", candidate="b.log", report="new", inconclusive="pass") != 0
+    assert runner.run(reference="a.log", candidate="b.log", report="new", inconclusive="pass") == 2
     assert "outcome" not in runner.outputs and "the file is empty" in runner.printed
 
 

@@ -53,7 +53,7 @@ def test_a_broken_rule_makes_runs_different(tmp_path: Path) -> None:
 
 def test_other_lengths_are_in_the_first_sentence(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", steps=20))
-    assert result.exit_code == 2
+    assert result.exit_code == 3
     assert "step 20" in result.output.splitlines()[0]
     allowed = compare(tmp_path / "a.log", tmp_path / "b.log", "--allow", "steps")
     assert allowed.exit_code == 0
@@ -83,7 +83,7 @@ def test_curves_alone_may_leave_it_open_until_reruns_decide(tmp_path: Path) -> N
     """Reruns of the reference that lie as far away make it the same, closer ones make it different."""
     pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 4e-5), "--require", "computation")
     result = compare(*pair)
-    assert result.exit_code == 2 and "three or more runs of the reference" in result.output
+    assert result.exit_code == 3 and "three or more runs of the reference" in result.output
     for shift, code in ((4e-5, 0), (1e-6, 1)):
         reruns = [log(tmp_path / f"{sign * shift}.log", sign * shift) for sign in (-1, 1, 0.5, -0.5)]
         result = compare(*pair, *(word for rerun in reruns for word in ("--rerun", rerun)))
@@ -153,7 +153,7 @@ def test_a_metric_with_another_name(tmp_path: Path) -> None:
 def test_an_acceptance_rule_and_its_tables(tmp_path: Path) -> None:
     pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log"), "--rule", "verl-ascend-nightly")
     result = compare(*pair, "--report", tmp_path / "report")
-    assert result.exit_code == 2 and "### Acceptance: verl-ascend-nightly" in result.output
+    assert result.exit_code == 3 and "### Acceptance: verl-ascend-nightly" in result.output
     assert "not in the logs" in result.output and "达标" in result.output
     assert {path.name for path in (tmp_path / "report").glob("*.md")} == {
         "acceptance.md",
@@ -174,3 +174,11 @@ def test_a_resumed_log_is_noted(tmp_path: Path) -> None:
     resumed.write_text("\n".join([*lines[:20], *lines[15:]]) + "\n")
     result = compare(log(tmp_path / "a.log"), resumed)
     assert result.exit_code == 0 and "resumed" in result.output
+
+
+def test_a_package_that_is_missing_is_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1 says `different`, 3 `inconclusive`: an error is neither."""
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = compare(*pair, "--report", tmp_path / "report")
+    assert result.exit_code == 2 and "matplotlib" in result.output, result.output

@@ -89,7 +89,7 @@ def test_a_run_is_replayed_with_a_mesh(here: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     mesh = ("device.ranks=2", "device.mesh.context=2")
     done = run_cli("parity", "replay", str(here), "--out", str(there), *mesh, check=False)
-    assert done.returncode in (0, 2), done.stdout + done.stderr
+    assert done.returncode in (0, 3), done.stdout + done.stderr
     assert "not recorded: the candidate divides its layers over ranks (context 2 (auto))" in done.stdout
     assert not (there / "layer_trace").exists() and len(stable_metrics(there)) == len(stable_metrics(here))
 

@@ -63,7 +63,7 @@ class CleanErrors(TyperGroup):
             if (words := missing_package(error)) is None:
                 raise
             _say(said(tr("error: {message}", message=words)))
-            raise typer.Exit(1) from None
+            raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else 1) from None
         except KeyboardInterrupt:
             _say(said(tr("interrupted")))
             raise typer.Exit(130) from None

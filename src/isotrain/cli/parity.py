@@ -143,7 +143,8 @@ def compare(
     Computation: same, different or inconclusive; logs alone can rarely show that it is the same. If both runs
     have observe.layer_trace=3, or with dumps of msprobe, the output names the first layer that differs.
 
-    Exit code 0: equivalent (the same); 1: different; 2: inconclusive.
+    Exit code 0: equivalent (the same); 1: different; 3: inconclusive; 2: a run or an option
+    that cannot be read.
 
     Examples:
 
@@ -196,7 +197,7 @@ def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
 
 
 def _tell_accepted(accepted: Acceptance, report: Path | None, as_json: bool) -> int:
-    """The table for a pull request; 0: every line holds, 1: one is broken, 2: the logs do not say."""
+    """The table for a pull request; 0: every line holds, 1: one is broken, 3: the logs do not say."""
     from isotrain.tools.parity.report.acceptance import markdown
 
     for language, name in _TABLES.items():
@@ -204,7 +205,7 @@ def _tell_accepted(accepted: Acceptance, report: Path | None, as_json: bool) -> 
         typer.echo(f"\n{table}", err=as_json)
         if report is not None:
             (report / name).write_text(table, encoding="utf-8")
-    return {True: 0, False: 1, None: 2}[accepted.accepted]
+    return {True: 0, False: 1, None: 3}[accepted.accepted]
 
 
 def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:

@@ -81,7 +81,7 @@ def certify(
     Two machines: `isotrain parity record` on one, `replay` on the other, and both run directories to --from.
 
     Exit code 0: the same computation, or with --free an equivalent outcome, with a certificate if
-    --certificates is given; 1: different; 2: inconclusive.
+    --certificates is given; 1: different; 3: inconclusive.
 
     Examples:
 
@@ -245,7 +245,7 @@ def contribute(
     trains on recorded responses, so no rollout engine is needed. Every file that is written is yours to look
     at; nothing is sent anywhere.
 
-    Exit code 0: every computation is the same; 1: one is different; 2: one is inconclusive.
+    Exit code 0: every computation is the same; 1: one is different; 3: one is inconclusive.
 
     Examples:
 
@@ -287,7 +287,9 @@ def contribute(
             "\nTo contribute: read the files, sign them with `isotrain parity sign FILE --key KEY`, and open "
             "a pull request that adds both to certificates/."
         )
-    raise typer.Exit(max(verdict.exit_code("computation") for verdict in verdicts.values()))
+    codes = {verdict.exit_code("computation") for verdict in verdicts.values()}
+    # One that is different is the answer, whatever is inconclusive beside it.
+    raise typer.Exit(1 if 1 in codes else max(codes))
 
 
 def _train_reference(reference: Path, settings: list[str], out: Path) -> Path:

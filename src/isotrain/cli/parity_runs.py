@@ -194,7 +194,6 @@ def _recipe_of(run: Path) -> Recipe:
 
 # Rounding at a boundary where the engine computes in sixteen bits, of probability and of log-probs.
 _ROUGH = 0.01
-_EXIT = {"same": 0, "different": 1, "inconclusive": 2}
 _STYLES = {"same": "bold green", "different": "bold red", "inconclusive": "bold yellow"}
 
 
@@ -213,7 +212,7 @@ def sampler(
 ) -> None:
     """Test the tokens that an engine drew against probabilities computed here.
 
-    Exit code 0: drawn as asked; 1: not; 2: too few tokens to tell.
+    Exit code 0: drawn as asked; 1: not; 3: too few tokens to tell.
 
     Examples:
 
@@ -223,6 +222,8 @@ def sampler(
 
         isotrain parity sampler runs/here --step 41 --model work/step-40
     """
+    from isotrain.tools.parity.verdict import EXIT_CODES
+
     result = result_of(
         run, step, model, positions=positions, temperature=temperature, top_p=top_p, top_k=top_k
     )
@@ -230,7 +231,7 @@ def sampler(
         typer.echo(json.dumps(result.as_json(), indent=2))
     else:
         show_sampler(result)
-    raise typer.Exit(_EXIT[result.verdict])
+    raise typer.Exit(EXIT_CODES[result.verdict])
 
 
 def result_of(

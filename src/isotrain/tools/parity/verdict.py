@@ -15,7 +15,8 @@ from isotrain.tools.parity.levels.level import LEVELS, Level, not_run
 Same = Literal["same", "different", "inconclusive"]
 Question = Literal["outcome", "computation"]
 
-EXIT_CODES: dict[Answer | Same, int] = {"equivalent": 0, "same": 0, "different": 1, "inconclusive": 2}
+# 2 is what commands end with that cannot be carried out, such as for a log that cannot be read.
+EXIT_CODES: dict[Answer | Same, int] = {"equivalent": 0, "same": 0, "different": 1, "inconclusive": 3}
 # Levels that follow a whole run: without one of them saying `same`, nobody has seen the training.
 _WHOLE_RUNS = ("P2", "P3")
 
@@ -66,7 +67,7 @@ class Verdict:
         return headline(self)
 
     def exit_code(self, question: Question = "outcome") -> int:
-        """0 positive, 1 different, 2 inconclusive."""
+        """0 positive, 1 different, 3 inconclusive."""
         asked = self.outcome if question == "outcome" else self.computation
         return EXIT_CODES[asked.verdict]
 

@@ -53,7 +53,7 @@ def test_a_reward_that_is_lower_throughout_is_different(tmp_path: Path) -> None:
     assert (found.outcome.verdict, found.computation.verdict) == ("different", "inconclusive")
     first = found.words.splitlines()[0]
     assert "critic/rewards/mean is 0.1" in first and "lower" in first and "margin of 0.04" in first
-    assert "all 200 steps" in first and found.exit_code() == 1 and found.exit_code("computation") == 2
+    assert "all 200 steps" in first and found.exit_code() == 1 and found.exit_code("computation") == 3
 
 
 def test_an_honest_rerun_is_equivalent_and_says_what_is_not_known(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_run_that_ended_early_is_at_most_inconclusive(role: str) -> None:
     pair = (whole, ended) if role == "candidate" else (ended, whole)
     found = judge(compare(*pair), outcome_of(compare(*pair), "free-running"), [])
     assert found.outcome.effects[0].verdict == "equivalent" and found.outcome.verdict == "inconclusive"
-    assert found.exit_code() == 2
+    assert found.exit_code() == 3
     words = found.words.splitlines()[0]
     assert f"The {role} ended at step 35 of 200." in words and "within the margin" in words
     intended = compare(*pair, allow=["steps"])

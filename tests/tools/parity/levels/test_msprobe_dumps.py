@@ -93,7 +93,7 @@ def test_other_tokens_are_no_difference_of_the_computation(dumps: Path) -> None:
         assert level.state == "cannot tell" and "the same batch and the same responses" in level.words
         assert "embed" in level.words
     result = compare(dumps / "reference", dumps / "other-tokens")
-    assert result.exit_code == 2 and "Computation: inconclusive. " in result.output
+    assert result.exit_code == 3 and "Computation: inconclusive. " in result.output
 
 
 def test_finds_other_tokens_between_the_same_largest_and_smallest(dumps: Path, tmp_path: Path) -> None:
@@ -174,10 +174,10 @@ def test_dumps_alone_answer_for_the_computation(dumps: Path, tmp_path: Path) -> 
     assert result.exit_code == 1, result.output
     assert ATTENTION in result.output and "BROKEN" not in result.output
     assert ATTENTION in (tmp_path / "report" / "report.html").read_text()
-    assert compare(dumps / "reference", dumps / "scale", "--require", "outcome").exit_code == 2
+    assert compare(dumps / "reference", dumps / "scale", "--require", "outcome").exit_code == 3
     # Nothing has seen more than two steps, so this never says that it is the same.
     honest = compare(dumps / "reference", dumps / "other-kernels")
-    assert honest.exit_code == 2 and "No level has followed whole runs" in honest.output
+    assert honest.exit_code == 3 and "No level has followed whole runs" in honest.output
 
 
 def test_takes_dumps_beside_logs(dumps: Path, tmp_path: Path) -> None:
