@@ -71,7 +71,7 @@ def test_finds_another_temperature(tiny: Path, sharp: Path, tmp_path: Path) -> N
     assert result.exit_code == 1 and told["verdict"] == "different" and told["positions"] == 8192
     assert told["temperature"]["low"] < 1.0 < told["temperature"]["high"] < 1.05, told
     result = sampler(run, "--positions", "50")
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == 3, result.output
 
 
 def test_finds_draws_beyond_top_p(tiny: Path, sharp: Path, tmp_path: Path) -> None:
