@@ -110,6 +110,25 @@ def test_finds_the_truth_beside_either_run(run: Run) -> None:
     assert "against float64" in verdict(a, b).words
 
 
+def test_a_reference_that_is_wrong_alone_is_different(run: Run) -> None:
+    """Nothing is as near the truth as a wrong reference is far from it."""
+    a, b = run("a", activation=1e-5, activation_at_2=1e-2), run("b", activation=1e-5)
+    run("a/truth")
+    level = verdict(a, b)
+    assert level.state == "different" and "layers.1" in level.words
+    assert "the reference is 1.0e-02 from float64, z = 1e+03" in level.words
+
+
+@pytest.mark.parametrize(("share", "state"), [(2e-4, "same"), (1e-2, "cannot tell")])
+def test_two_runs_that_are_both_far_are_not_called_the_same(run: Run, share: float, state: str) -> None:
+    """Two mistakes of one size, or a truth of another model: each run is as near as the other."""
+    a, b = run("a", activation=1e-5, activation_at_2=share), run("b", activation=1e-5, activation_at_2=share)
+    run("a/truth")
+    level = verdict(a, b)
+    assert level.state == state, level.words
+    assert ("both runs are further from float64 than rounding explains" in level.words) is (state != "same")
+
+
 @pytest.mark.parametrize(("share", "state"), [(3.9e-5, "same"), (6e-5, "cannot tell"), (8.1e-5, "different")])
 def test_names_the_first_layer_beyond_the_limit(run: Run, share: float, state: str) -> None:
     a, b = run("a", activation=1e-5), run("b", activation=1e-5, activation_at_2=share)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -43,8 +44,11 @@ _MEDIAN_TO_ROOT_MEAN_SQUARE = 1.4826
 NOT_A_NUMBER = 1e300
 
 SAME, DIFFERENT = 4.0, 8.0
-"""How many times as far from the truth as the reference a side may be, and where it is wrong. Over kernels of
+"""How many times as far from the truth as the other a side may be, and where it is wrong. Over kernels of
 three instruction sets and other orders of summation, honest sides were at most at 2.3 (docs/parity.md)."""
+FAR = 32.0
+"""Times the limit for two runs: a truth that is further from both is of another model, or both are wrong.
+In float32, honest runs of SmolLM2 were at most at 16, an attention scale 0.2 % off is at 122."""
 _ROUNDING = 0.25
 """Of a number rounded once, in the distance from 1 to the next number: root mean square of its error."""
 
@@ -81,8 +85,10 @@ class LayerRating:
     difference: Difference
     error: float
     limit: float
-    reference: float | None = None
-    """Against the truth: how far the reference is from it; `error` is how far the candidate is."""
+    other: float | None = None
+    """Against the truth: how far the nearer run is from it; `error` is how far the other is."""
+    role: Literal["reference", "candidate"] = "candidate"
+    """The run that `error` is of."""
 
     @property
     def passed(self) -> bool:
@@ -90,12 +96,17 @@ class LayerRating:
 
     @property
     def by_truth(self) -> bool:
-        return self.reference is not None
+        return self.other is not None
 
     @property
     def z(self) -> float:
-        """How many times as far from the truth as the reference is, or as rounding alone explains."""
+        """How many times as far from the truth as the other run is, or as rounding alone explains."""
         return DIFFERENT * self.error / self.limit
+
+    @property
+    def honest(self) -> float:
+        """How far another right run may be from this truth."""
+        return max(self.limit, DIFFERENT * self.error) if self.role == "reference" else self.limit
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,10 @@ class LayerLimits:
             pairs.append((difference.bulk, self._limit(difference, self._update(difference), bulk)))
         error, limit = max(pairs, key=lambda pair: pair[0] / pair[1])
         return LayerRating(difference, error, limit)
+
+    def is_far(self, rating: LayerRating) -> bool:
+        """Whether a run is further from its truth than rounding explains, however far the other one is."""
+        return rating.error > FAR * self._plain(rating.difference)
 
     def _limit(self, difference: Difference, plain: float, noise: float | None) -> float:
         if difference.name == ALL and difference.kind == "update":
@@ -178,23 +193,27 @@ def differences(step: int, reference: Update, candidate: Update, drift: float = 
 def against_truth(
     step: int, reference: Update, candidate: Update, truth: Update, dtype: str
 ) -> Iterator[LayerRating]:
-    """Each entry's distance from the truth beside the reference's own, of entries that all three have.
+    """The distance from the truth of the run that is further, beside the other's, of entries of all three.
 
-    A reference may be close by chance: what one rounding in each operator before explains counts as well.
+    Either run may be the wrong one. The other may be close by chance: what one rounding in each operator
+    before it explains counts as well.
     """
     theirs = {difference.key: difference for difference in differences(step, truth, reference)}
-    for difference in differences(step, truth, candidate):
-        if (of_reference := theirs.get(difference.key)) is None:
+    for ours in differences(step, truth, candidate):
+        if (of_reference := theirs.get(ours.key)) is None:
             continue
-        expected = _ROUNDING * _EPSILON[dtype] * math.sqrt(1 + difference.position)
-        if difference.name == ALL:
+        role: Literal["reference", "candidate"] = "candidate"
+        further, nearer, near_run = ours, of_reference, reference
+        if of_reference.error > ours.error:
+            role, further, nearer, near_run = "reference", of_reference, ours, candidate
+        expected = max(nearer.error, _ROUNDING * _EPSILON[dtype] * math.sqrt(1 + further.position))
+        if further.name == ALL:
             # A common factor is no further from 1 than all entries together are from the truth.
-            expected = max(expected, _distance_of_all(truth, reference, difference.kind))
-        # What is no number explains nothing, on either side.
-        error = max(difference.error, of_reference.error if of_reference.error >= NOT_A_NUMBER else 0.0)
-        if of_reference.error < NOT_A_NUMBER:
-            expected = max(expected, of_reference.error)
-        yield LayerRating(difference, error, DIFFERENT * expected, of_reference.error)
+            expected = max(expected, _distance_of_all(truth, near_run, further.kind))
+        # What is no number explains nothing.
+        if nearer.error >= NOT_A_NUMBER:
+            expected = _EPSILON[dtype]
+        yield LayerRating(further, further.error, DIFFERENT * expected, nearer.error, role)
 
 
 def _distance_of_all(truth: Update, side: Update, kind: str) -> float:

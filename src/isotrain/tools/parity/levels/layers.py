@@ -28,7 +28,7 @@ from isotrain.tools.parity.levels.level import Check, Level, not_run
 from isotrain.tools.parity.levels.score_tests import score_tests
 from isotrain.tools.parity.levels.updates import wrong_updates
 from isotrain.tools.parity.read.layer_trace import KINDS, TraceEntry, Update, read_layer_trace
-from isotrain.tools.parity.run import RunLog, section
+from isotrain.tools.parity.run import ROLES, RunLog, section
 
 LEVEL = "P1"
 TRUTH = "truth"
@@ -82,7 +82,7 @@ def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (
         for step, update in truth.items()
         for rating in against_truth(step, a[step], b[step], update, dtype)
     }
-    limits = LayerLimits(dtype, known, {key[1:]: rating.limit for key, rating in by_truth.items()})
+    limits = LayerLimits(dtype, known, {key[1:]: rating.honest for key, rating in by_truth.items()})
     rated = [by_truth.get(each.key) or limits.rate(each) for each in _all_differences(a, b)]
     checks = (*_kind_checks(rated), *known_values)
     first = next((number for number, rating in enumerate(rated) if not rating.passed), None)
@@ -115,7 +115,16 @@ def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (
     between = next((rating for rating in rated if rating.by_truth and rating.z > SAME), None)
     if between is not None:
         words = tr(
-            "further from float64 than the reference, and not clearly wrong: {place}", place=_place(between)
+            "one run is further from float64 than the other, and not clearly wrong: {place}",
+            place=_place(between),
+        )
+        return Level(LEVEL, "cannot tell", words, checks, (), evidence)
+    far = next((rating for rating in rated if rating.by_truth and limits.is_far(rating)), None)
+    if far is not None:
+        words = tr(
+            "both runs are further from float64 than rounding explains: {place}; is the truth of this model, "
+            "and are both runs right?",
+            place=_place(far),
         )
         return Level(LEVEL, "cannot tell", words, checks, (), evidence)
     return Level(LEVEL, "same", _agreement(rated), checks, (), evidence)
@@ -233,8 +242,8 @@ def _agreement(rated: Sequence[LayerRating]) -> str:
     against = [rating for rating in rated if rating.by_truth]
     if against:
         return tr(
-            "against float64, all {count} entries of step {step} are as near as the reference's; furthest "
-            "{place}",
+            "against float64, all {count} entries of step {step} are as near in one run as in the other; "
+            "furthest {place}",
             count=len(against),
             step=against[0].difference.step,
             place=_place(max(against, key=lambda rating: rating.z)),
@@ -273,7 +282,9 @@ def _size(rating: LayerRating) -> str:
         return tr("no numbers, or of another shape")
     if rating.by_truth:
         return tr(
-            "{error:.1e} from float64, z = {z:.3g}, right up to {same:g}, wrong beyond {different:g}",
+            "the {role} is {error:.1e} from float64, z = {z:.3g}, right up to {same:g}, wrong beyond "
+            "{different:g}",
+            role=ROLES[rating.role],
             error=rating.error,
             z=rating.z,
             same=SAME,
@@ -429,5 +440,5 @@ def _explains(factor: float, entries: Mapping[str, tuple[TraceEntry, TraceEntry]
 def _as_json(rating: LayerRating) -> dict[str, Any]:
     difference = rating.difference
     place = {"step": difference.step, "kind": difference.kind, "name": difference.name}
-    against = {"reference": rating.reference, "z": rating.z} if rating.by_truth else {}
+    against = {"role": rating.role, "other": rating.other, "z": rating.z} if rating.by_truth else {}
     return {**place, "error": rating.error, "limit": rating.limit, **against}
