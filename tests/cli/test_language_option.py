@@ -179,11 +179,12 @@ def test_parity_in_chinese(tmp_path: Path) -> None:
     result = isotrain("--lang", "zh", "parity", "compare", one, other, COLUMNS="120")
     assert result.exit_code == 1
     lines = result.output.splitlines()
-    assert lines[0] == (
+    assert lines[0] == "拒绝：两次训练结果不一致，计算也不同。"
+    assert lines[1] == (
         "结果：不同。actor/pg_loss 平均高 0.03（95 % 区间为 +0.03 到 +0.03），超过 0.02 的容差。"
         "比较了全部 30 步。"
     )
-    assert lines[1].startswith("计算：不同。actor/pg_loss 在整个训练中始终高 0.03。可能的原因：loss 本身")
+    assert lines[2].startswith("计算：不同。actor/pg_loss 在整个训练中始终高 0.03。可能的原因：loss 本身")
     for words in (
         f"参考侧  {one} (verl console log)",
         "  未通过  actor/pg_loss：verl：loss，平均绝对误差：3，上限 2 ×0.01",
@@ -221,7 +222,7 @@ def test_a_report_in_chinese(tmp_path: Path) -> None:
     assert f"已写入 {tmp_path / 'zh' / 'report.html'}" in result.output.replace("\n", "")
     isotrain("parity", "compare", one, other, "--report", str(tmp_path / "en"))
     page = (tmp_path / "zh" / "report.html").read_text(encoding="utf-8")
-    assert '<html lang="zh-CN">' in page and "<title>精度对齐：不同</title>" in page
+    assert '<html lang="zh-CN">' in page and "<title>b.log 对比 a.log</title>" in page
     for words in (
         "<h2>结果：两次训练相差多少</h2>",
         ">两次训练的结果一致吗？<",
@@ -238,4 +239,6 @@ def test_a_report_in_chinese(tmp_path: Path) -> None:
 def test_json_of_parity_stays_english(tmp_path: Path) -> None:
     pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03))
     outputs = [isotrain("--lang", lang, "parity", "compare", *pair, "--json").output for lang in ("en", "zh")]
-    assert outputs[0] == outputs[1] and json.loads(outputs[0])["words"].startswith("Outcome: different.")
+    shown = json.loads(outputs[0])
+    assert outputs[0] == outputs[1] and shown["words"].startswith("Reject: the runs end up apart")
+    assert shown["question"] == "outcome"

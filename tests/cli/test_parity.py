@@ -31,7 +31,8 @@ def compare(*arguments: str | Path) -> Result:
 def test_the_same_curves(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-8))
     assert result.exit_code == 0, result.output
-    assert result.output.startswith("Outcome: equivalent. ") and "all 30 steps" in result.output
+    accepted = "Accept: the runs end up alike, and the computation is the same.\nOutcome: equivalent. "
+    assert result.output.startswith(accepted) and "all 30 steps" in result.output
     assert "\nComputation: the same. the curves agree" in result.output
     assert "P3  not run" in result.output
     for words in ("actor/pg_loss", "critic/rewards/mean", "holds", "of at most 2 hundredths", "throughput"):
@@ -42,6 +43,7 @@ def test_a_broken_rule_makes_runs_different(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03))
     assert result.exit_code == 1 and "BROKEN" in result.output
     assert result.output.startswith(
+        "Reject: the runs end up apart, and the computations differ.\n"
         "Outcome: different. actor/pg_loss is 0.03 higher on average (95 % interval"
     )
     assert "more than the margin of 0.02" in result.output and "Computation: different." in result.output
@@ -54,10 +56,10 @@ def test_a_broken_rule_makes_runs_different(tmp_path: Path) -> None:
 def test_other_lengths_are_in_the_first_sentence(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", steps=20))
     assert result.exit_code == 3
-    assert "step 20" in result.output.splitlines()[0]
+    assert "step 20" in result.output.splitlines()[1]
     allowed = compare(tmp_path / "a.log", tmp_path / "b.log", "--allow", "steps")
     assert allowed.exit_code == 0
-    assert "over 20 steps: the reference has 30, the candidate 20" in allowed.output.splitlines()[0]
+    assert "over 20 steps: the reference has 30, the candidate 20" in allowed.output.splitlines()[1]
 
 
 def test_which_answer_the_exit_code_gives(tmp_path: Path) -> None:
@@ -121,6 +123,27 @@ def test_writes_the_report(tmp_path: Path) -> None:
     result = compare(*pair, "--report", tmp_path / "report")
     assert result.exit_code == 0 and "report.html" in result.output
     assert json.loads((tmp_path / "report" / "verdict.json").read_text())["computation"]["verdict"] == "same"
+
+
+def test_an_error_that_nobody_foresaw_is_not_called_different(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr("isotrain.tools.parity.protocol.verdict_on", fail)
+    result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log"))
+    assert result.exit_code == 2 and "no such luck" in result.output, result.output
+
+
+def test_nothing_is_cut_at_80_columns(tmp_path: Path) -> None:
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03))
+    arguments = ["parity", "compare", *map(str, pair)]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    assert "\N{HORIZONTAL ELLIPSIS}" not in result.output, result.output
+    assert "critic/rewards/mean: equivalent, margin 0.04" in result.output
+    rows = [line for line in result.output.splitlines() if line.startswith(("whole run", "last quarter"))]
+    assert len(rows) == 4 and max(map(len, rows)) <= 80 and all(" to " in row for row in rows[:1])
 
 
 def test_mistakes_end_with_code_2(tmp_path: Path) -> None:

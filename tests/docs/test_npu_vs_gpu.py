@@ -41,7 +41,7 @@ def test_the_report_says_what_is_shown(logs: list[Path], monkeypatch: pytest.Mon
     assert done.exit_code == 1, done.output
     printed = done.stdout.splitlines()
     shown = [line for block in blocks(PAGE, "text")[1:3] for line in block.splitlines()]
-    assert len(shown) == 6
+    assert len(shown) == 7
     assert [line for line in shown if line not in printed] == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -50,23 +51,36 @@ class CleanErrors(TyperGroup):
             return super().invoke(ctx)
         except IsotrainError as error:
             _say(said(tr("error: {message}", message=words_of(error))))
-            # In parity, exit code 1 says `different`; runs that could not be read are not that.
-            code = RETRYABLE if error.may_pass else 1
-            raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else code) from None
+            raise typer.Exit(RETRYABLE if error.may_pass and not _is_parity(ctx) else _failed(ctx)) from None
         except OSError as error:
             if error.filename is None:  # of no file that a user could do something about
                 raise
             reason = f"{_path_of(error)}: {error.strerror}"
             _say(said(tr("error: {message}", message=reason)))
-            raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else 1) from None
+            raise typer.Exit(_failed(ctx)) from None
         except ModuleNotFoundError as error:
             if (words := missing_package(error)) is None:
                 raise
             _say(said(tr("error: {message}", message=words)))
-            raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else 1) from None
+            raise typer.Exit(_failed(ctx)) from None
         except KeyboardInterrupt:
             _say(said(tr("interrupted")))
             raise typer.Exit(130) from None
+        except Exception as error:
+            # An exit and a wrong option are exceptions too, with codes of their own.
+            if not _is_parity(ctx) or hasattr(error, "exit_code") or isinstance(error, typer.Abort):
+                raise
+            traceback.print_exc()
+            raise typer.Exit(_failed(ctx)) from None
+
+
+def _is_parity(ctx: Any) -> bool:
+    return bool(ctx.invoked_subcommand == "parity")
+
+
+def _failed(ctx: Any) -> int:
+    """The exit code of a command that failed: of parity's, 1 says `different`, and no failure is that."""
+    return 2 if _is_parity(ctx) else 1
 
 
 app = typer.Typer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,9 +19,9 @@ from isotrain.terminal import rich_console
 # numpy comes in only where runs are compared: every command reads this file.
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from isotrain.tools.parity.compare.comparison import Comparison
+    from isotrain.tools.parity.compare.effects import Effect
     from isotrain.tools.parity.compare.statistics import Apart
     from isotrain.tools.parity.report.acceptance import Acceptance
     from isotrain.tools.parity.verdict import Verdict
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or from two frameworks.")
 
 _SHOWN_CHANGES = 12
+# Of the columns of a window, so that the tables of several metrics stand below each other.
+_WIDTHS = (14, 9, 9, 10, 20)
 _TABLES = {Language.en: "acceptance.md", Language.zh: "acceptance.zh.md"}
 _STYLES = {
     "equivalent": "bold green",
@@ -175,13 +178,12 @@ def compare(
         items=items,
     )
     accepted = _accept(verdict, rule, devices) if rule is not None else None
+    if require is not None:
+        verdict = verdict.deciding(require.value)
     tell(verdict, report, as_json)
     if accepted is not None:
         raise typer.Exit(_tell_accepted(accepted, report, as_json))
-    # Two dumps have no curves: their only answer is about the computation.
-    default = Require.outcome if verdict.comparison.has_curves else Require.computation
-    asked = require or default
-    raise typer.Exit(verdict.exit_code(asked.value))
+    raise typer.Exit(verdict.exit_code)
 
 
 def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
@@ -226,11 +228,11 @@ def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
 
 
 def show(verdict: Verdict) -> None:
-    """The two answers in words first, then what they rest on."""
-
+    """The decision and the two answers in words first, then what they rest on."""
     from isotrain.tools.parity.levels.level import STATES
-    from isotrain.tools.parity.report.headline import (
+    from isotrain.tools.parity.verdict import (
         computation_words,
+        decision_words,
         inputs_first,
         next_words,
         outcome_words,
@@ -241,7 +243,8 @@ def show(verdict: Verdict) -> None:
         (verdict.outcome.verdict, outcome_words(verdict)),
         (verdict.computation.verdict, computation_words(verdict)),
     )
-    for answer, words in inputs_first(verdict, answers):
+    decision = (verdict.answer, decision_words(verdict))
+    for answer, words in (decision, *inputs_first(verdict, answers)):
         console.print(said(words), style=_STYLES[answer], soft_wrap=True)
     for words in next_words(verdict):
         console.print(said(words), soft_wrap=True)
@@ -249,7 +252,7 @@ def show(verdict: Verdict) -> None:
     _print_comparison(verdict.comparison, console)
     if verdict.outcome.effects:
         console.print(f"\n{said(tr('outcome'))}", style="bold")
-        console.print(_effects(verdict))
+        _print_effects(verdict.outcome.effects, console)
     console.print(f"\n{said(tr('computation'))}", style="bold")
     for level in verdict.computation.levels:
         style = {"same": "green", "different": "red", "cannot tell": "yellow"}.get(level.state, "dim")
@@ -257,24 +260,30 @@ def show(verdict: Verdict) -> None:
         console.print(f"  {level.name}  {state} {said(level.words)}", style=style, soft_wrap=True)
 
 
-def _effects(verdict: Verdict) -> Table:
+def _print_effects(effects: Sequence[Effect], console: Console) -> None:
+    """A line and a table for each metric: names of metrics are long, and terminals 80 columns wide."""
     from rich.table import Table
 
     from isotrain.tools.parity.compare.effects import ANSWERS
-    from isotrain.tools.parity.report.text import EFFECT_COLUMNS, interval, number
+    from isotrain.tools.parity.report.text import WINDOW_COLUMNS, number, window_cells
 
-    columns = map(said, EFFECT_COLUMNS)
-    table = Table("", *columns, "", box=None, header_style="bold", pad_edge=False)
-    for effect in verdict.outcome.effects:
+    for effect in effects:
         if effect.same_as:
-            table.add_row(effect.metric, said(tr("as {metric}", metric=effect.same_as)))
+            console.print(said(tr("{metric}: as {other}", metric=effect.metric, other=effect.same_as)))
             continue
-        for position, window in enumerate(effect.windows):
-            means = (window.reference, window.candidate, window.difference)
-            figures = (*map(number, means), interval(window.interval), number(effect.margin))
-            name, answer = (effect.metric, ANSWERS[effect.verdict]) if position == 0 else ("", "")
-            table.add_row(name, *map(said, (window.window, *figures, answer)))
-    return table
+        words = tr(
+            "{metric}: {answer}, margin {margin}",
+            metric=effect.metric,
+            answer=ANSWERS[effect.verdict],
+            margin=number(effect.margin),
+        )
+        console.print(said(words), style=_STYLES[effect.verdict], soft_wrap=True)
+        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+        for column, width in zip(WINDOW_COLUMNS, _WIDTHS, strict=True):
+            table.add_column(said(column), min_width=width, no_wrap=True)
+        for window in effect.windows:
+            table.add_row(*map(said, window_cells(window)))
+        console.print(table, soft_wrap=True)
 
 
 def _print_comparison(comparison: Comparison, console: Console) -> None:
@@ -304,7 +313,7 @@ def _print_comparison(comparison: Comparison, console: Console) -> None:
     if not comparison.curves:
         return
     console.print()
-    console.print(_curves(comparison.curves))
+    _print_curves(comparison.curves, console)
     console.print()
     console.print(said(tr("published rules")), style="bold")
     for result in comparison.rule_results:
@@ -330,13 +339,20 @@ def _print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(said(text))
 
 
-def _curves(curves: dict[str, Apart]) -> Table:
+def _print_curves(curves: dict[str, Apart], console: Console) -> None:
+    """As many metrics beside each other as the terminal has room for."""
+    from rich.cells import cell_len
     from rich.table import Table
 
     from isotrain.tools.parity.report.text import STATISTICS
 
-    names = list(curves)
-    table = Table("", *names, box=None, header_style="bold", pad_edge=False)
-    for label, show in STATISTICS:
-        table.add_row(said(label), *(said(show(curves[name])) for name in names))
-    return table
+    names, gap = list(curves), 2
+    labels = max(cell_len(said(label)) for label, _ in STATISTICS)
+    beside = max(1, (console.width - labels) // (max(map(len, names)) + gap))
+    for first in range(0, len(names), beside):
+        shown = names[first : first + beside]
+        table = Table("", *shown, box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
+        table.columns[0].min_width = labels
+        for label, show in STATISTICS:
+            table.add_row(said(label), *(said(show(curves[name])) for name in shown))
+        console.print(table, soft_wrap=True)

@@ -72,8 +72,7 @@ def certify(
 ) -> None:
     """Train a recipe on two devices and certify that they agree, level by level; or certify finished runs.
 
-    The levels run in order and stop at the first failure: operators, layers, curves with their envelope, and,
-    if time allows, seeds. The report goes to the working directory.
+    The levels run in order and stop at the first failure: operators, layers, curves and envelope, then seeds.
 
     --candidate compares two ways to compute, also on one device. Runs with device.mesh record no operators
     and layers: curves and envelope decide then.
@@ -105,10 +104,11 @@ def certify(
     else:
         changed = values_of(candidate) if candidate is not None else []
         certified = _train(recipe, overrides or [], devices, changed, work, budget, (members, seeds), free)
-    tell(certified.verdict, work / "report" if work is not None else None)
+    verdict = certified.verdict.deciding("outcome" if free else "computation")
+    tell(verdict, work / "report" if work is not None else None)
     if certificates is not None:
         issue(certified, certificates)
-    raise typer.Exit(certified.verdict.exit_code("outcome" if free else "computation"))
+    raise typer.Exit(verdict.exit_code)
 
 
 def issue(certified: Certified, directory: Path) -> Path | None:
@@ -274,7 +274,7 @@ def contribute(
         )
         companions = Companions(reference.members)
         verdict = verdict_on(reference.path, run, companions)
-        tell(verdict, out / f"{reference.name}-report")
+        tell(verdict.deciding("computation"), out / f"{reference.name}-report")
         typer.echo(f"{reference.name}: {time.monotonic() - begun:.0f} s")
         verdicts[reference.name] = verdict
         if path := issue(Certified(verdict, companions), out):
@@ -287,7 +287,7 @@ def contribute(
             "\nTo contribute: read the files, sign them with `isotrain parity sign FILE --key KEY`, and open "
             "a pull request that adds both to certificates/."
         )
-    codes = {verdict.exit_code("computation") for verdict in verdicts.values()}
+    codes = {verdict.deciding("computation").exit_code for verdict in verdicts.values()}
     # One that is different is the answer, whatever is inconclusive beside it.
     raise typer.Exit(1 if 1 in codes else max(codes))
 

@@ -1,24 +1,57 @@
-"""The two answers about a pair of runs: do they end up alike, and is it the same computation?"""
+"""The two answers about a pair of runs, and their words: do they end up alike, is it the same computation?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
-from isotrain.language import listed
+from isotrain.language import capital, listed, tr
 from isotrain.tools.parity.compare.comparison import Comparison
-from isotrain.tools.parity.compare.effects import Answer
+from isotrain.tools.parity.compare.effects import ALONE, ANSWERS, VALIDATION, Answer, Effect, WindowEffect
+from isotrain.tools.parity.compare.noise import WINDOWS
+from isotrain.tools.parity.compare.objections import WATCHED
 from isotrain.tools.parity.compare.outcome import Outcome
 from isotrain.tools.parity.levels.level import LEVELS, Level, not_run
 
 Same = Literal["same", "different", "inconclusive"]
 Question = Literal["outcome", "computation"]
+_Answer = TypeVar("_Answer")
 
 # 2 is what commands end with that cannot be carried out, such as for a log that cannot be read.
 EXIT_CODES: dict[Answer | Same, int] = {"equivalent": 0, "same": 0, "different": 1, "inconclusive": 3}
 # Levels that follow a whole run: without one of them saying `same`, nobody has seen the training.
 _WHOLE_RUNS = ("P2", "P3")
+_MOST_CAUSES = 3
+# Between curves that are equal in every digit, an interval is as narrow as numbers can be told apart.
+_NOTHING = 1e-100
+
+
+OUTCOMES: dict[Answer, str] = {
+    "equivalent": tr("Outcome: equivalent."),
+    "different": tr("Outcome: different."),
+    "inconclusive": tr("Outcome: inconclusive."),
+}
+COMPUTATIONS: dict[Same, str] = {
+    "same": tr("Computation: the same."),
+    "different": tr("Computation: different."),
+    "inconclusive": tr("Computation: inconclusive."),
+}
+_REASONS: dict[tuple[Answer, Same | Literal["inputs"]], str] = {
+    ("equivalent", "same"): tr("the runs end up alike, and the computation is the same"),
+    ("equivalent", "different"): tr("the runs end up alike, though the computations differ"),
+    ("equivalent", "inconclusive"): tr("the runs end up alike; whether they compute the same is open"),
+    ("equivalent", "inputs"): tr("the runs end up alike, though their inputs differ"),
+    ("different", "same"): tr("the runs end up apart, though the computation is the same"),
+    ("different", "different"): tr("the runs end up apart, and the computations differ"),
+    ("different", "inconclusive"): tr("the runs end up apart; whether they compute the same is open"),
+    ("different", "inputs"): tr("the runs end up apart, and their inputs differ"),
+    ("inconclusive", "same"): tr("the computation is the same; whether the runs end up alike is open"),
+    ("inconclusive", "different"): tr("the computations differ; whether the runs end up alike is open"),
+    ("inconclusive", "inconclusive"): tr("whether the runs end up alike and compute the same is open"),
+    ("inconclusive", "inputs"): tr("the inputs differ; whether the runs end up alike is open"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,21 +88,31 @@ class Verdict:
     outcome: Outcome
     computation: Computation
     comparison: Comparison = field(repr=False)
+    question: Question = "outcome"
+    """The one that decides."""
 
     def __str__(self) -> str:
         return self.words
 
     @property
     def words(self) -> str:
-        """Both answers for people, before any figure."""
-        from isotrain.tools.parity.report.headline import headline
+        """Decision, answers and what to run next: for somebody who decides, and does not read loss curves."""
+        answers = [outcome_words(self), computation_words(self)]
+        return listed([decision_words(self), *inputs_first(self, answers), *next_words(self)], "\n")
 
-        return headline(self)
+    @property
+    def answer(self) -> Answer | Same:
+        """To the question that decides."""
+        return self.outcome.verdict if self.question == "outcome" else self.computation.verdict
 
-    def exit_code(self, question: Question = "outcome") -> int:
+    @property
+    def exit_code(self) -> int:
         """0 positive, 1 different, 3 inconclusive."""
-        asked = self.outcome if question == "outcome" else self.computation
-        return EXIT_CODES[asked.verdict]
+        return EXIT_CODES[self.answer]
+
+    def deciding(self, question: Question) -> Verdict:
+        """The same answers, of which that to `question` decides."""
+        return replace(self, question=question)
 
     def level(self, name: str) -> Level:
         return self.computation.level(name)
@@ -77,6 +120,7 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         return {
             "words": self.words,
+            "question": self.question,
             "outcome": self.outcome.as_json(),
             "computation": self.computation.as_json(),
             "comparison": self.comparison.as_json(),
@@ -93,7 +137,9 @@ def judge(comparison: Comparison, outcome: Outcome, levels_run: Iterable[Level])
     verdict = "different" if inputs or broken or flat else _computation(levels)
     if verdict == "same" and comparison.not_numbers:
         verdict = "inconclusive"
-    return Verdict(outcome, Computation(verdict, levels, inputs, (*broken, *flat)), comparison)
+    # Dumps of single steps have no curves: they answer for the computation alone.
+    question: Question = "outcome" if comparison.has_curves else "computation"
+    return Verdict(outcome, Computation(verdict, levels, inputs, (*broken, *flat)), comparison, question)
 
 
 def _computation(levels: tuple[Level, ...]) -> Same:
@@ -112,3 +158,216 @@ def _is_right_by_itself(levels: tuple[Level, ...]) -> bool:
     operators, steps = (next(level for level in levels if level.name == name) for name in ("P0", "P1"))
     in_float32 = steps.evidence.get("against float64") == "float32"
     return operators.state == steps.state == "same" and in_float32
+
+
+def decision_words(verdict: Verdict) -> str:
+    """Both answers in a sentence, which begins with what the exit code says."""
+    computation = "inputs" if verdict.computation.inputs else verdict.computation.verdict
+    reason = _REASONS[verdict.outcome.verdict, computation]
+    if verdict.answer == "inconclusive":
+        return tr("Undecided: {reason}.", reason=reason)
+    if verdict.answer == "different":
+        return tr("Reject: {reason}.", reason=reason)
+    return tr("Accept: {reason}.", reason=reason)
+
+
+def inputs_first(verdict: Verdict, answers: Sequence[_Answer]) -> list[_Answer]:
+    """Outcome and computation; where other inputs made another training, that is what to know first."""
+    return list(reversed(answers)) if verdict.computation.inputs else list(answers)
+
+
+def outcome_words(verdict: Verdict) -> str:
+    return listed((OUTCOMES[verdict.outcome.verdict], outcome_reason(verdict)), " ")
+
+
+def computation_words(verdict: Verdict) -> str:
+    return listed((COMPUTATIONS[verdict.computation.verdict], computation_reason(verdict)), " ")
+
+
+def outcome_reason(verdict: Verdict) -> str:
+    """What keeps it from being equivalent comes first; where it is different anyway, last."""
+    objections = [_sentence(words) for words in _objection_words(verdict)]
+    found = listed((_difference_found(verdict), *_alone(verdict)), " ")
+    parts = [found, *objections] if verdict.outcome.verdict == "different" else [*objections, found]
+    return listed(parts, " ")
+
+
+def _alone(verdict: Verdict) -> Iterator[str]:
+    """The answer of one run a side, where further runs changed it."""
+    for effect in verdict.outcome.effects[:1]:
+        if effect.alone is not None and effect.alone != effect.verdict:
+            yield tr("One run a side alone would be {answer}.", answer=ANSWERS[effect.alone])
+
+
+def _objection_words(verdict: Verdict) -> Iterator[str]:
+    objections = verdict.outcome.objections
+    yield from (capital(one.words) for one in objections if one.name == "steps")
+    yield from (one.words for one in objections if one.name == "validation")
+    if wrong := [one.words for one in objections if one.name in WATCHED]:
+        yield tr("Also looks wrong: {what}", what=listed(wrong, "; "))
+
+
+def _difference_found(verdict: Verdict) -> str:
+    outcome = verdict.outcome
+    if outcome.broken:
+        return _sentence(listed(outcome.broken, "; "))
+    if not verdict.comparison.has_curves:
+        return tr(
+            "Dumps of single steps have no curves of loss or reward; compare the logs of both runs, with "
+            "--dump A B for the dumps."
+        )
+    if not outcome.effects:
+        return _sentence(verdict.comparison.not_numbers[0].words)
+    first = outcome.effects[0]
+    steps = _steps(verdict, first.metric)
+    if outcome.verdict == "different":
+        if first.reason:
+            return listed((_sentence(listed((first.metric, first.reason), ": ")), steps), " ")
+        beyond = tr(
+            "{difference}, more than the margin of {margin:g}.",
+            difference=_difference(first, first.worst),
+            margin=first.margin,
+        )
+        return listed((beyond, steps), " ")
+    if first.verdict == "equivalent":
+        within = tr(
+            "{difference}, within the margin of {margin:g}.",
+            difference=_difference(first, first.windows[0]),
+            margin=first.margin,
+        )
+        others = sum(not effect.same_as for effect in outcome.effects) - 1
+        if others and all(effect.verdict == "equivalent" for effect in outcome.effects):
+            return listed((within, tr("The same holds for {count} more metrics.", count=others), steps), " ")
+        return listed((within, steps), " ")
+    unclear = next((one for one in outcome.effects if one.verdict == "inconclusive"), first)
+    beside = tr(
+        "{difference}; the margin is {margin:g}.",
+        difference=_difference(unclear, _widest(unclear)),
+        margin=unclear.margin,
+    )
+    return listed((beside, _steps(verdict, unclear.metric)), " ")
+
+
+def computation_reason(verdict: Verdict) -> str:
+    computation = verdict.computation
+    if computation.inputs or computation.broken:
+        return _sentence(listed([*computation.inputs, *computation.broken], "; "))
+    ran = [level for level in computation.levels if level.state != "not run"]
+    if computation.verdict == "different":
+        against = _sentence(listed([level.words for level in ran if level.state == "different"], "; "))
+        if not computation.causes:
+            return against
+        likely = tr("Likely causes: {causes}.", causes=listed(computation.causes[:_MOST_CAUSES], "; "))
+        return listed((against, likely), " ")
+    if computation.verdict == "same":
+        return _sentence(listed([level.words for level in ran if level.state == "same"], "; "))
+    if verdict.outcome.pairing == "free-running":
+        return tr("Each run sampled its own responses, so the curves cannot tell rounding from a mistake.")
+    open_words = listed([level.words for level in ran if level.state == "cannot tell"], "; ")
+    if open_words or not ran:
+        return _sentence(open_words or tr("there is no evidence"))
+    agree = _sentence(listed([level.words for level in ran], "; "))
+    return listed((agree, tr("No level has followed whole runs.")), " ")
+
+
+def next_words(verdict: Verdict) -> Iterator[str]:
+    """Runs that would give the answer that is missing."""
+    outcome, pairing = verdict.outcome, verdict.outcome.pairing
+    effect = next((one for one in outcome.effects if one.verdict == "inconclusive"), None)
+    alone = bool(outcome.effects) and outcome.effects[0].evidence == ALONE
+    if pairing == "free-running" and alone:
+        yield (
+            tr(
+                "The run-to-run spread is unknown from one run a side: another seed alone may move a "
+                "run by more than the interval says. Two or more reruns of the reference (--rerun "
+                "RUN) measure it."
+            )
+        )
+    elif outcome.verdict == "inconclusive" and effect is not None and effect.runs_to_decide:
+        yield tr(
+            "To know more: about {runs_to_decide} runs of each side would decide ({metric}).",
+            runs_to_decide=effect.runs_to_decide,
+            metric=effect.metric,
+        )
+    elif outcome.verdict == "inconclusive" and effect is not None:
+        yield tr("To know more: longer runs, or further seeds of both sides (--pair A B, repeated).")
+    if verdict.computation.verdict != "inconclusive" or not verdict.comparison.has_curves:
+        return
+    if pairing == "free-running":
+        yield tr(
+            "To know more about the computation: train on the same responses (`parity record`, `replay`)."
+        )
+    elif verdict.level("P3").state == "not run":
+        yield (
+            tr(
+                "To know more about the computation: three or more runs of the reference with another "
+                "kernel, micro-batch or number of ranks (--rerun RUN), or layer traces of both "
+                "(observe.layer_trace=3)."
+            )
+        )
+    else:
+        yield tr("To know more about the computation: layer traces of both runs (observe.layer_trace=3).")
+
+
+def _difference(effect: Effect, one: WindowEffect) -> str:
+    """`critic/rewards/mean is 0.107 lower on average (95 % interval -0.116 to -0.101)`."""
+    metric, interval = effect.metric, one.interval
+    if interval is not None and max(map(abs, (one.difference, interval.low, interval.high))) < _NOTHING:
+        if one.window == WINDOWS[0]:
+            return tr("{metric} is equal on average", metric=metric)
+        return tr("{metric} is equal in the {window}", metric=metric, window=one.window)
+    words = _moved(metric, one)
+    if interval is None and one.window == VALIDATION:
+        return words
+    if interval is None:
+        return tr("{words} (too few steps for an interval)", words=words)
+    low, high = (_figure(bound, sign=True) for bound in (interval.low, interval.high))
+    return tr("{words} (95 % interval {low} to {high})", words=words, low=low, high=high)
+
+
+def _moved(metric: str, one: WindowEffect) -> str:
+    size, higher = _figure(abs(one.difference)), one.difference > 0
+    if one.window == WINDOWS[0]:
+        if higher:
+            return tr("{metric} is {size} higher on average", metric=metric, size=size)
+        return tr("{metric} is {size} lower on average", metric=metric, size=size)
+    if higher:
+        return tr("{metric} is {size} higher in the {window}", metric=metric, size=size, window=one.window)
+    return tr("{metric} is {size} lower in the {window}", metric=metric, size=size, window=one.window)
+
+
+def _figure(value: float, *, sign: bool = False) -> str:
+    """Two digits of what matters, without exponents where people would stumble over them."""
+    if not math.isfinite(value):
+        return tr("infinite")
+    text = f"{value:.3g}" if abs(value) >= 1e-4 or not value else f"{value:.1e}"
+    return f"+{text}" if sign and value > 0 else text
+
+
+def _widest(effect: Effect) -> WindowEffect:
+    """The window that keeps it from being equivalent."""
+
+    def reach(one: WindowEffect) -> float:
+        return math.inf if one.interval is None else max(abs(one.interval.low), abs(one.interval.high))
+
+    return max((one for one in effect.windows if one.window not in WINDOWS[1:-1]), key=reach)
+
+
+def _steps(verdict: Verdict, metric: str) -> str:
+    one = verdict.comparison.aligned.get(metric)
+    if one is None:
+        return ""
+    count = len(one.steps_S)
+    if one.whole:
+        return tr("Compared over all {count:,} steps.", count=count)
+    return tr(
+        "Compared over {count:,} steps: the reference has {reference:,}, the candidate {candidate:,}.",
+        count=count,
+        reference=one.of_reference,
+        candidate=one.of_candidate,
+    )
+
+
+def _sentence(words: str) -> str:
+    """Not in capitals: many begin with the name of a metric."""
+    return words if words.endswith((".", "!", "?")) else tr("{words}.", words=words)

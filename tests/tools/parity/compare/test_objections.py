@@ -73,7 +73,7 @@ def test_what_looks_wrong_blocks_equivalent_and_is_said(name: str) -> None:
     result = outcome(*pair)
     assert result.verdict == "inconclusive" and [metric in one.words for one in result.objections] == [True]
     found = judge(compare(*pair), result, [])
-    assert "Also looks wrong: " in found.words.splitlines()[0] and found.exit_code() == 3
+    assert "Also looks wrong: " in found.words.splitlines()[1] and found.exit_code == 3
     intended = result.objections[0].name
     assert outcome(*pair, allow=(intended,)).verdict == "equivalent"
 

@@ -51,16 +51,16 @@ def verdict(tmp_path: Path, a: RunLog, b: RunLog, **options: object) -> Verdict:
 def test_a_reward_that_is_lower_throughout_is_different(tmp_path: Path) -> None:
     found = verdict(tmp_path, sampled(1), sampled(2, -0.107))
     assert (found.outcome.verdict, found.computation.verdict) == ("different", "inconclusive")
-    first = found.words.splitlines()[0]
+    first = found.words.splitlines()[1]
     assert "critic/rewards/mean is 0.1" in first and "lower" in first and "margin of 0.04" in first
-    assert "all 200 steps" in first and found.exit_code() == 1 and found.exit_code("computation") == 3
+    assert "all 200 steps" in first and found.exit_code == 1 and found.deciding("computation").exit_code == 3
 
 
 def test_an_honest_rerun_is_equivalent_and_says_what_is_not_known(tmp_path: Path) -> None:
     found = verdict(tmp_path, sampled(1), sampled(2))
     assert found.outcome.pairing == "free-running" and found.outcome.verdict == "equivalent"
     assert "run-to-run spread is unknown from one run a side" in found.words
-    assert "parity record" in found.words and found.exit_code() == 0
+    assert "parity record" in found.words and found.exit_code == 0
 
 
 def test_supervised_logs_on_other_data_are_another_computation(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_cut_is_in_the_first_sentence(tmp_path: Path) -> None:
     for path, steps in ((a, 80), (b, 60)):
         curve = falling()
         path.write_text("".join(json.dumps({"step": s + 1, "loss": curve[s]}) + "\n" for s in range(steps)))
-    words = verdict_on(a, b).words.splitlines()[0]
+    words = verdict_on(a, b).words.splitlines()[1]
     assert "over 60 steps: the reference has 80, the candidate 60" in words
 
 
@@ -177,8 +177,8 @@ def test_a_run_that_ended_early_is_at_most_inconclusive(role: str) -> None:
     pair = (whole, ended) if role == "candidate" else (ended, whole)
     found = judge(compare(*pair), outcome_of(compare(*pair), "free-running"), [])
     assert found.outcome.effects[0].verdict == "equivalent" and found.outcome.verdict == "inconclusive"
-    assert found.exit_code() == 3
-    words = found.words.splitlines()[0]
+    assert found.exit_code == 3
+    words = found.words.splitlines()[1]
     assert f"The {role} ended at step 35 of 200." in words and "within the margin" in words
     intended = compare(*pair, allow=["steps"])
     assert outcome_of(intended, "free-running").verdict == "equivalent"
@@ -193,7 +193,7 @@ def test_runs_that_ended_before_their_plan_are_at_most_inconclusive() -> None:
 def test_a_worse_run_that_ended_early_is_different() -> None:
     pair = sampled(1), cut(sampled(2, -0.2), 100)
     found = judge(compare(*pair), outcome_of(compare(*pair), "free-running"), [])
-    assert found.exit_code() == 1 and "ended at step 100 of 200" in found.words
+    assert found.exit_code == 1 and "ended at step 100 of 200" in found.words
 
 
 @pytest.mark.parametrize(

@@ -266,9 +266,19 @@ def test_a_changed_setting_is_another_training(
         assert lines == [] and not verdict.computation.inputs
     else:
         assert lines[0].startswith(field)
-        assert verdict.words.startswith("Computation: different. the printed configurations differ: " + field)
+        differs = "Computation: different. the printed configurations differ: " + field
+        assert verdict.words.splitlines()[1].startswith(differs)
         allowed = verdict_on(tmp_path / "a", tmp_path / "b", allow=["recipe"])
         assert allowed.computation.verdict != "different" and allowed.comparison.allowed
+
+
+def test_a_configuration_that_is_too_long_loses_no_line_in_its_middle(tmp_path: Path) -> None:
+    """What follows a line that is too long would make it another configuration."""
+    config = printed().replace("\n 'data'", ("\n" + "x" * (64 << 10)) * 80 + "\n 'data'")
+    assert len(config) > 5 << 20
+    (tmp_path / "a").write_text(config + "".join(verl_line(step) + "\n" for step in range(1, 6)))
+    run = read_run(tmp_path / "a")
+    assert run.settings is None and "is not compared" in run.notes[0]
 
 
 def test_a_configuration_that_cannot_be_imported_is_a_note(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from isotrain.tools.parity.protocol import verdict_on
-from isotrain.tools.parity.report.headline import outcome_words
+from isotrain.tools.parity.verdict import outcome_words
 
 ROOT = Path(__file__).parents[4]
 

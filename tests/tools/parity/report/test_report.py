@@ -163,14 +163,15 @@ def test_both_answers_come_first(state: Any, headline: str, css: str) -> None:
     html = html_of(found)
     parsed = Page(html)
     shown = [text.strip() for text in parsed.text if text.strip()]
-    assert shown[0] == "Parity: equivalent" and shown[1:4:2] == ["Do the runs end up alike?", "Equivalent"]
+    assert shown[0].startswith("b against a") and "Accept: the runs end up alike" in shown[2]
+    assert shown[3:6:2] == ["Do the runs end up alike?", "Equivalent"]
     second = shown.index("Is it the same computation?")
     assert shown[second + 2] == headline and "a sentence about curves" in shown[second + 3]
     assert [a["class"] for tag, a in parsed.tags if (a.get("class") or "").startswith("answer ")] == [
         "answer equivalent",
         f"answer {css}",
     ]
-    titles = ("The curves", "Outcome", "Computation", "Would this evidence have")
+    titles = ("The curves", "The runs", "Outcome", "Computation", "Would this evidence have")
     places = [html.index(f"<h2>{title}") for title in titles]
     assert html.index("<h1>") < places[0] and places == sorted(places)
 

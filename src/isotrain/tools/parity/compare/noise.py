@@ -86,6 +86,8 @@ def window_means(difference_S: Numbers, margin: float = 0.0, alarms: Sequence[fl
     """
     steps = len(difference_S)
     values_W = windows_of(steps).weights_WS @ difference_S if steps else np.zeros(len(WINDOWS))
+    if steps and not np.any(difference_S):
+        return [Mean(value, Interval(0.0, 0.0), 1.0) for value in values_W.tolist()]
     if steps < thresholds.FEWEST_STEPS:
         return [_of_few(difference_S, float(value)) for value in values_W]
     fit = _fit(_thinned(difference_S), _SMALLEST * float(np.abs(difference_S).max(initial=0.0)))
@@ -112,8 +114,6 @@ def _of_few(difference_S: Numbers, value: float) -> Mean:
     """Too few to know their noise: they can be shown to be alike, by Student's t, and never to differ."""
     from scipy.special import stdtrit
 
-    if not np.any(difference_S):
-        return Mean(value, Interval(0.0, 0.0), 1.0)
     if len(difference_S) < 2:
         return Mean(value, None, float("nan"))
     quantile = float(stdtrit(len(difference_S) - 1, (1 + thresholds.CONFIDENCE) / 2))

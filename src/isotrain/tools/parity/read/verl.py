@@ -82,9 +82,11 @@ class _Head:
         self._left = _LONGEST_HEAD
 
     def add(self, line: bytes) -> None:
-        if len(line) < self._left:
-            self._lines.append(line)
-            self._left -= len(line) + 1
+        if len(line) >= self._left:
+            # Without a line in its middle, a configuration would be another one.
+            return self.end()
+        self._lines.append(line)
+        self._left -= len(line) + 1
 
     def end(self) -> None:
         self._left = 0

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from isotrain import __version__
-from isotrain.language import Language, chosen, tr
+from isotrain.language import Language, chosen, listed, tr
 from isotrain.tools.parity.compare.power import Power, evidence_of
 from isotrain.tools.parity.levels.level import LEVELS, STATES
 from isotrain.tools.parity.report.facts import UNKNOWN, device_of, facts
-from isotrain.tools.parity.report.headline import (
-    computation_reason,
-    inputs_first,
-    next_words,
-    outcome_reason,
-)
 from isotrain.tools.parity.report.sections import (
     around,
     effects,
@@ -27,9 +21,16 @@ from isotrain.tools.parity.report.sections import (
     published,
     statistics,
 )
-from isotrain.tools.parity.report.text import Markup, element, number, text
+from isotrain.tools.parity.report.text import Markup, element, text
 from isotrain.tools.parity.run import ROLES, RunLog
-from isotrain.tools.parity.verdict import Verdict
+from isotrain.tools.parity.verdict import (
+    Verdict,
+    computation_reason,
+    decision_words,
+    inputs_first,
+    next_words,
+    outcome_reason,
+)
 
 # matplotlib comes in only where pictures are drawn.
 if TYPE_CHECKING:
@@ -42,11 +43,6 @@ _OUTCOMES = {
 }
 _TAGS = {Language.en: "en", Language.zh: "zh-CN"}
 _COMPUTATIONS = _OUTCOMES | {"same": ("\N{CHECK MARK}", tr("The same"))}
-_TITLES = {
-    "equivalent": tr("Parity: equivalent"),
-    "different": tr("Parity: different"),
-    "inconclusive": tr("Parity: inconclusive"),
-}
 # Nothing may be loaded and nothing may run, whatever found its way into the page.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
@@ -62,13 +58,14 @@ def page(
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{text(_POLICY)}">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup('<meta name="color-scheme" content="light dark">'),
-        element("title", _TITLES[verdict.outcome.verdict]),
+        element("title", _title(verdict)),
         element("style", Markup(style)),
     )
     main = element(
         "main",
-        _banner(verdict, date),
+        _banner(verdict),
         _pictures(pictures, more_metrics),
+        _runs(verdict, date),
         _section(tr("Outcome: by how much the runs differ"), effects(verdict)),
         _section(
             tr("Computation, level by level"), *(level_block(level) for level in verdict.computation.levels)
@@ -92,30 +89,52 @@ def _section(title: str, *children: Markup) -> Markup:
     return element("section", element("h2", title), *children)
 
 
-def _banner(verdict: Verdict, date: str) -> Markup:
-    known = facts(verdict)
-    about = [part for part in (known.algorithm, known.model) if part != UNKNOWN]
-    runs = _run("reference", verdict.comparison.reference), _run("candidate", verdict.comparison.candidate)
+def _banner(verdict: Verdict) -> Markup:
     outcome, computation = verdict.outcome.verdict, verdict.computation.verdict
     answers = (
         _answer(tr("Do the runs end up alike?"), outcome, _OUTCOMES, outcome_reason(verdict)),
         _answer(tr("Is it the same computation?"), computation, _COMPUTATIONS, computation_reason(verdict)),
     )
+    decision = element("p", decision_words(verdict), class_=f"decision {_css(verdict.answer)}")
     return element(
         "header",
+        element("h1", _title(verdict)),
+        decision,
         element("div", *inputs_first(verdict, answers), class_="answers"),
         *(element("p", words, class_="words") for words in next_words(verdict)),
-        element("p", " · ".join([*about, date]), class_="about"),
-        element("div", *runs, class_="runs"),
-        element("ol", *(_step(verdict, name) for name in LEVELS), class_="levels"),
-        element("dl", *_tiles(verdict), class_="tiles"),
         class_="verdict",
     )
 
 
+def _runs(verdict: Verdict, date: str) -> Markup:
+    runs = _run("reference", verdict.comparison.reference), _run("candidate", verdict.comparison.candidate)
+    return _section(
+        tr("The runs"),
+        element("div", *runs, class_="runs"),
+        element("ol", *(_step(verdict, name) for name in LEVELS), class_="levels"),
+        element("p", " · ".join([*_about(verdict), date]), class_="about"),
+    )
+
+
+def _title(verdict: Verdict) -> str:
+    """What against what, by their devices where these tell them apart, and what they trained."""
+    known, comparison = facts(verdict), verdict.comparison
+    names = [known.candidate_device, known.reference_device]
+    if UNKNOWN in names or names[0] == names[1]:
+        names = [run.path.name or str(run.path) for run in (comparison.candidate, comparison.reference)]
+    against = tr("{candidate} against {reference}", candidate=names[0], reference=names[1])
+    trained = [part for part in (known.model, known.algorithm) if part != UNKNOWN]
+    return listed((against, *([listed(trained)] if trained else [])), ": ")
+
+
+def _about(verdict: Verdict) -> Iterator[str]:
+    if (throughput := facts(verdict).throughput) is not None:
+        yield tr("throughput {ratio:.2f} × the reference's", ratio=throughput)
+
+
 def _answer(question: str, answer: str, headlines: dict[str, tuple[str, str]], words: str) -> Markup:
     mark, headline = headlines[answer]
-    title = element("span", mark, class_="mark", aria_hidden="true"), element("h1", headline)
+    title = element("span", mark, class_="mark", aria_hidden="true"), element("h2", headline)
     return element(
         "div",
         element("p", question, class_="question"),
@@ -141,29 +160,6 @@ def _step(verdict: Verdict, name: str) -> Markup:
     title, _ = LEVELS[name]
     shown = element("span", STATES[state], class_="state")
     return element("li", element("b", name), " ", title, shown, class_=_css(state))
-
-
-def _tiles(verdict: Verdict) -> list[Markup]:
-    """The figures that people ask for first; those that are not known are not shown."""
-    known, curves = facts(verdict), verdict.comparison.curves
-    tiles: list[Markup] = []
-    for unit, metric in (
-        (tr("hundredths: mean error of the loss"), known.loss),
-        (tr("hundredths: mean error of the reward"), known.reward),
-    ):
-        if metric is not None:
-            tiles.append(_tile(number(100 * curves[metric].mean_absolute), unit))
-    if known.loss is not None and (together := curves[known.loss].change_correlation) is not None:
-        tiles.append(_tile(f"{together:.4f}", tr("the losses' changes go together (1 is fully)")))
-    if known.throughput is not None:
-        tiles.append(_tile(f"{known.throughput:.2f} ×", tr("throughput, of the reference's")))
-    ran = tr("{count} of {all}", count=len(known.levels_run), all=len(LEVELS))
-    tiles.append(_tile(ran, tr("levels were run")))
-    return tiles
-
-
-def _tile(figure: str, words: str) -> Markup:
-    return element("div", element("dt", words), element("dd", figure))
 
 
 def _pictures(pictures: Sequence[Picture], more_metrics: int) -> Markup:

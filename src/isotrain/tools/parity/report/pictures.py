@@ -34,7 +34,7 @@ from isotrain.observe.plots import (
     plain,
 )
 from isotrain.tools.parity.compare.comparison import Aligned, default_metrics
-from isotrain.tools.parity.compare.effects import WindowEffect
+from isotrain.tools.parity.compare.effects import Effect, WindowEffect
 from isotrain.tools.parity.compare.statistics import Apart
 from isotrain.tools.parity.levels.level import Level
 from isotrain.tools.parity.report.evidence import Envelope, LayerErrors, envelope, first_layer, layers
@@ -192,8 +192,8 @@ def _of_metrics(verdict: Verdict) -> Iterator[Picture]:
         yield Picture(f"curve-{name}.png", words, as_png(figure, DPI))
         if apart is not None:
             band = envelope(verdict.level("P3"), metric)
-            mean = next(one.windows[0] for one in verdict.outcome.effects if one.metric == metric)
-            words, figure = _difference(metric, comparison.aligned[metric], apart, mean, band)
+            effect = next(one for one in verdict.outcome.effects if one.metric == metric)
+            words, figure = _difference(comparison.aligned[metric], apart, effect, band)
             yield Picture(f"difference-{name}.png", words, as_png(figure, DPI))
 
 
@@ -231,11 +231,10 @@ def _where_they_part(apart: Apart, *, free: bool) -> str:
     return tr("the curves part at step {step:,}", step=apart.parts_at)
 
 
-def _difference(
-    metric: str, aligned: Aligned, apart: Apart, mean: WindowEffect, band: Envelope | None
-) -> tuple[str, Figure]:
+def _difference(aligned: Aligned, apart: Apart, effect: Effect, band: Envelope | None) -> tuple[str, Figure]:
+    mean = effect.windows[0]
     steps_S, error_S = aligned.steps_S.astype(np.float64), aligned.candidate_S - aligned.reference_S
-    title = listed((clipped(metric), _side(apart, mean)), ": ")
+    title = listed((clipped(effect.metric), _side(apart, mean)), ": ")
     aside = f"95 % interval of the mean: {interval(mean.interval)}; largest: {number(apart.largest)}"
     figure, axes = _headed(title, aside)
     if band is not None:
@@ -248,8 +247,8 @@ def _difference(
     if mean.interval is not None:
         low, high = mean.interval.low, mean.interval.high
         axes.axhspan(low, high, color=ORANGE, alpha=0.30, linewidth=0, label="mean, 95 % interval")
-    if not apart.largest and band is None:
-        axes.set_ylim(-1.0, 1.0)
+    axes.axhline(effect.margin, color=GREY, linewidth=1.4, linestyle="--", label=f"margin, {effect.margin:g}")
+    axes.axhline(-effect.margin, color=GREY, linewidth=1.4, linestyle="--")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
     finish(axes, "difference", legend="below")
     return title, figure

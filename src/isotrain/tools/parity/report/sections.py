@@ -17,17 +17,17 @@ from isotrain.tools.parity.compare.statistics import Interval
 from isotrain.tools.parity.levels.level import LEVELS, STATES, Check, Level
 from isotrain.tools.parity.report import evidence
 from isotrain.tools.parity.report.text import (
-    EFFECT_COLUMNS,
     MOST_ROWS,
     STATISTICS,
+    WINDOW_COLUMNS,
     Markup,
     bullets,
     details,
     element,
-    interval,
     joined,
     number,
     table,
+    window_cells,
 )
 from isotrain.tools.parity.run import ROLES
 from isotrain.tools.parity.thresholds import RULES_SINCE
@@ -302,7 +302,7 @@ def _share(interval: Interval) -> str:
 
 
 def effects(verdict: Verdict) -> Markup:
-    columns = (tr("metric"), *EFFECT_COLUMNS, tr("answer"))
+    columns = (tr("metric"), *WINDOW_COLUMNS, tr("margin"), tr("answer"))
     rows: list[list[object]] = []
     for effect in verdict.outcome.effects:
         if effect.same_as:
@@ -310,17 +310,8 @@ def effects(verdict: Verdict) -> Markup:
             continue
         for position, window in enumerate(effect.windows):
             answer: object = chip(ANSWERS[effect.verdict], effect.verdict) if position == 0 else ""
-            means = (window.reference, window.candidate, window.difference)
-            figures = [*map(number, means), interval(window.interval)]
-            rows.append(
-                [
-                    effect.metric if position == 0 else "",
-                    window.window,
-                    *figures,
-                    number(effect.margin),
-                    answer,
-                ]
-            )
+            name = effect.metric if position == 0 else ""
+            rows.append([name, *window_cells(window), number(effect.margin), answer])
     if not rows:
         return element("p", _NO_FIGURES)
     from_what = verdict.outcome.effects[0].evidence

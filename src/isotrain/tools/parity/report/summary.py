@@ -5,8 +5,7 @@ from __future__ import annotations
 from isotrain.language import Language, said, tr, using
 from isotrain.tools.parity.compare.effects import ANSWERS
 from isotrain.tools.parity.report.facts import safe_cell
-from isotrain.tools.parity.report.headline import headline
-from isotrain.tools.parity.report.text import EFFECT_COLUMNS, LONGEST_TEXT, interval, number
+from isotrain.tools.parity.report.text import LONGEST_TEXT, WINDOW_COLUMNS, number, window_cells
 from isotrain.tools.parity.run import ROLES
 from isotrain.tools.parity.verdict import Verdict
 
@@ -20,7 +19,7 @@ def summary(verdict: Verdict, language: Language) -> str:
     comparison = verdict.comparison
     runs = {"reference": comparison.reference, "candidate": comparison.candidate}
     with using(language):
-        columns = [said(tr("metric")), *map(said, EFFECT_COLUMNS), said(tr("outcome"))]
+        columns = list(map(said, (tr("metric"), *WINDOW_COLUMNS, tr("margin"), tr("outcome"))))
         lines = [
             "### isotrain parity",
             "",
@@ -29,15 +28,13 @@ def summary(verdict: Verdict, language: Language) -> str:
                 for role, run in runs.items()
             ),
             "",
-            *(f"{safe_cell(paragraph, LONGEST_TEXT)}\n" for paragraph in said(headline(verdict)).split("\n")),
+            *(f"{safe_cell(paragraph, LONGEST_TEXT)}\n" for paragraph in said(verdict.words).split("\n")),
         ]
         if verdict.outcome.effects:
             lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         for effect in verdict.outcome.effects[:_MOST_METRICS]:
-            window = effect.worst
-            means = (window.reference, window.candidate, window.difference)
-            figures = (*map(number, means), interval(window.interval), number(effect.margin))
-            cells = (effect.metric, window.window, *figures, ANSWERS[effect.verdict])
+            answer = (number(effect.margin), ANSWERS[effect.verdict])
+            cells = (effect.metric, *window_cells(effect.worst), *answer)
             lines.append("| " + " | ".join(safe_cell(said(cell)) for cell in cells) + " |")
         if (left := len(verdict.outcome.effects) - _MOST_METRICS) > 0:
             lines.append("\n" + said(tr("and {count:,} more metrics: verdict.json has them all", count=left)))

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from isotrain.language import said, tr
+from isotrain.tools.parity.compare.effects import WindowEffect
 from isotrain.tools.parity.compare.statistics import Apart, Interval
 
-EFFECT_COLUMNS = (
+WINDOW_COLUMNS = (
     tr("window"),
     tr("reference"),
     tr("candidate"),
     tr("difference"),
     tr("95 % interval"),
-    tr("margin"),
 )
 # A name or message longer than this is an attack or an accident; verdict.json has it whole.
 LONGEST_TEXT = 1200
@@ -34,6 +34,12 @@ def number(value: float | None) -> str:
 
 def interval(bounds: Interval | None) -> str:
     return "-" if bounds is None else tr("{low} to {high}", low=number(bounds.low), high=number(bounds.high))
+
+
+def window_cells(effect: WindowEffect) -> tuple[str, ...]:
+    """Under `WINDOW_COLUMNS`."""
+    means = (effect.reference, effect.candidate, effect.difference)
+    return (effect.window, *map(number, means), interval(effect.interval))
 
 
 STATISTICS: tuple[tuple[str, Callable[[Apart], str]], ...] = (
