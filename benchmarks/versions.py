@@ -2,7 +2,8 @@
 
 Each turn trains `tiny-sft`, `tiny-dpo` and `tiny-grpo` (engine hf) with the code of the commit and with that
 of this checkout, one after the other. `ratio` is the largest of the three ratios of step times, now over
-then, in the median over the turns. The runs of the commit are then cut back to their middle and resumed with
+then, in the median over the turns; `fastest` are the ratios of each side's fastest turn, because other work
+on a machine only adds to a time. The runs of the commit are then cut back to their middle and resumed with
 this checkout: every metric but times and memory, and the weights and moments of the last step, must be those
 of the run that went on alone.
 
@@ -129,6 +130,10 @@ def main() -> None:
                 GOAL,
                 ratio <= GOAL,
                 ratios=bench.spread(ratios[worst]),
+                fastest={
+                    name: float(f"{min(sides['now']) / min(sides['before']):.4g}")
+                    for name, sides in times.items()
+                },
                 resumed_metrics_equal=compared,
                 by_recipe={name: bench.spread(values) for name, values in ratios.items()},
                 step_s={

@@ -1,17 +1,15 @@
 """Makes the certificates in this directory anew.
 
-    python certificates/make.py --work DIR [--reference-runs] [PAIR ...]
+    python certificates/make.py --work DIR [PAIR ...]
 
 A PAIR is such as sft, sft-npu, reinforce++-ring or smollm2-sft; by default all. Finished runs in DIR are used
-again. SmolLM2's need GSM8K, see benchmarks/bench.py. --reference-runs also makes the runs that `isotrain
-parity contribute` compares with.
+again. SmolLM2's need GSM8K, see benchmarks/bench.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,50 +24,36 @@ import bench  # noqa: E402
 import npusim  # noqa: E402
 from smollm2 import smollm2  # noqa: E402
 
-from isotrain.observe.environment import cpu_features  # noqa: E402
-from isotrain.tools.parity.certify.reference_runs import TINY, take_over  # noqa: E402
+from isotrain.tools.parity.certify.contributed import contributed, recipe_of  # noqa: E402
 
-# Reruns of the reference; fewer where each takes minutes.
-MEMBERS, MEMBERS_OF_SMOLLM2 = 6, 4
+# Reruns of the reference, where the truth does not decide.
+MEMBERS = 4
 ROWS = 1000
-_DATA = ("model.path=tiny/model", "data.validation=null", "trainer.steps=60", "trainer.save_every=0")
-_OFFLINE = (*_DATA, "trainer.validate_first=false", "optimizer.lr=1e-3")
-_ONLINE = (
-    *(*_DATA, "data.train=tiny/prompts.jsonl", "reward.function.path=tiny/reward.py:score"),
-    *("data.batch_size=8", "rollout.engine=hf", "algorithm.mini_batch_size=4", "optimizer.lr=1e-3"),
-    *("algorithm.kl.place=loss", "algorithm.kl.coefficient=0.02", "rollout.weight_check_tolerance=100"),
-)
-# Small batches: one core trains each of the runs.
+_TINY = ("trainer.steps=60",)
+_VLLM = ("rollout.engine=vllm",)
 _SMOLLM2 = (
-    *("model.path=SmolLM2-135M-Instruct", "data.batch_size=2", "data.validation=null", "trainer.steps=16"),
+    *("model.path=SmolLM2-135M-Instruct", "data.validation=null"),
     *("trainer.save_every=0", "trainer.validate_every=0", "trainer.validate_first=false"),
 )
-# Algorithms, each with the recipe that it is a change of.
 RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "sft": ("tiny-sft", (*_DATA, "data.train=tiny/train.jsonl")),
-    "dpo": ("tiny-dpo", (*_OFFLINE, "data.train=tiny/pairs.jsonl")),
-    "kto": ("tiny-dpo", (*_OFFLINE, "data.train=tiny/responses.jsonl", "algorithm.name=kto")),
-    "rm": ("tiny-rm", (*_OFFLINE, "data.train=tiny/pairs.jsonl")),
-    "prm": ("tiny-dpo", (*_OFFLINE, "data.train=tiny/steps.jsonl", "algorithm.name=prm")),
-    "grpo": ("tiny-grpo", _ONLINE),
-    "ppo": ("tiny-grpo", (*_ONLINE, "algorithm.name=ppo", "optimizer.lr=2e-4")),
-    "reinforce++": ("tiny-grpo", (*_ONLINE, "algorithm.name=reinforce++", "optimizer.lr=2e-4")),
+    # A small batch: one core trains each of the runs.
     "smollm2-sft": (
         "gsm8k-sft-lora",
         (
-            *(*_SMOLLM2, "data.train=gsm8k/train.parquet", "device.ranks=1"),
-            *("model.lora=null", "optimizer.lr=2e-5"),
+            *(*_SMOLLM2, "data.train=gsm8k/train.parquet", "data.batch_size=2", "trainer.steps=16"),
+            *("device.ranks=1", "model.lora=null", "optimizer.lr=2e-5"),
         ),
     ),
-    "smollm2-grpo": ("gsm8k-grpo", (*_SMOLLM2, "data.train=gsm8k-sums/train.jsonl", "rollout.n=4")),
+    # Of fewer responses none is right in the first step, and it would train nothing.
+    "smollm2-grpo": ("gsm8k-grpo", (*_SMOLLM2, "data.train=gsm8k-sums/train.jsonl", "trainer.steps=8")),
 }
+"""Beside those that `isotrain parity contribute` trains."""
 SIMULATED = ("sft", "dpo", "grpo")
 # Two ranks that compute each micro-batch together, against one rank.
 CONTEXT = {
     f"reinforce++-{way}": ("reinforce++", ("device.mesh.context=2", f"device.mesh.context_attention={way}"))
     for way in ("ring", "ulysses")
 }
-REFERENCE_RUNS = ("sft", "dpo", "grpo")
 
 
 @dataclass(frozen=True)
@@ -87,10 +71,9 @@ class Pair:
 
 
 def pairs() -> dict[str, Pair]:
-    """The two best instruction sets: in bfloat16, where they differ most, if there are units for it."""
-    amx = "amx_tile" in cpu_features()
-    hosts, dtype = ("cpu-avx512,cpu-amx", "bfloat16") if amx else ("cpu-avx2,cpu-avx512", "float32")
-    found = [Pair(name, name, hosts, (f"model.dtype={dtype}",)) for name in RECIPES]
+    """The two best instruction sets of every processor that we had."""
+    hosts = "cpu-avx2,cpu-avx512"
+    found = [Pair(name, name, hosts, ("model.dtype=float32",)) for name in (*contributed([]), *RECIPES)]
     found += [Pair(f"{name}-npu", name, "cpu,npu", ("model.dtype=float32",)) for name in SIMULATED]
     found += [
         Pair(name, algorithm, "cpu,cpu", ("model.dtype=float32",), ("device.ranks=2", *mesh))
@@ -100,11 +83,14 @@ def pairs() -> dict[str, Pair]:
 
 
 def certify(pair: Pair, work: Path) -> int:
-    recipe, settings = RECIPES[pair.algorithm]
-    members = MEMBERS_OF_SMOLLM2 if pair.uses_smollm2 else MEMBERS
+    if pair.uses_smollm2:
+        recipe, settings = RECIPES[pair.algorithm]
+    else:
+        recipe, changes = recipe_of(pair.algorithm, Path("tiny/model"), Path("tiny"))
+        settings = (*changes, *_TINY, *(_VLLM if "rollout.engine=hf" in changes else ()))
     command = [
         *(sys.executable, "-m", "isotrain", "parity", "certify", recipe, *settings, *pair.settings),
-        *("--devices", pair.devices, "--members", str(members)),
+        *("--devices", pair.devices, "--members", str(MEMBERS)),
         *(("--candidate", *pair.candidate) if pair.candidate else ()),
         *("--work", pair.name, "--certificates", str(REPOSITORY / "certificates")),
     ]
@@ -140,28 +126,14 @@ def make(chosen: Sequence[Pair], work: Path) -> int:
         return max(pool.map(lambda pair: certify(pair, work), chosen))
 
 
-def keep_reference_runs(work: Path) -> None:
-    """The runs themselves, and the model and data that they were trained on."""
-    shutil.rmtree(TINY.parent, ignore_errors=True)
-    for name in REFERENCE_RUNS:
-        take_over(work / name, name)
-    shutil.copytree(work / "tiny" / "model", TINY / "model")
-    for file in ("train.jsonl", "pairs.jsonl", "prompts.jsonl", "reward.py"):
-        shutil.copyfile(work / "tiny" / file, TINY / file)
-
-
 def main() -> int:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--work", type=Path, required=True)
-    options.add_argument("--reference-runs", action="store_true")
     options.add_argument("pairs", nargs="*", choices=[*pairs(), []])
     given = options.parse_args()
-    failed = make([pairs()[name] for name in given.pairs or pairs()], given.work.resolve())
-    if given.reference_runs:
-        keep_reference_runs(given.work.resolve())
-    return failed
+    return make([pairs()[name] for name in given.pairs or pairs()], given.work.resolve())
 
 
 if __name__ == "__main__":

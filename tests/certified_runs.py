@@ -149,7 +149,6 @@ def certify(
     traces = {f"{role}/{_TRACE}": trace(directory / role) for role in traced}
     return certificate_of(
         verdict,
-        envelope={role: runs[role] for role in MEMBERS},
         inputs=traces,
         date=datetime.datetime(2026, 8, 14, 12, 30, 15, tzinfo=datetime.timezone.utc),
     )

@@ -12,7 +12,6 @@ import mutations
 from certified_runs import MEMBERS, SIDES, run_of
 from isotrain.cli.main import app
 from isotrain.tools.parity.certify.certificate import read_certificate
-from isotrain.tools.parity.certify.issue import levels_again
 from isotrain.tools.parity.certify.verify import is_consistent, verify
 from support import run_cli, tiny_recipe, write_recipe
 
@@ -44,8 +43,9 @@ def test_finished_runs_are_certified_from_their_directories(tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     (file,) = made.glob("*.json")
     certificate = read_certificate(file)
+    assert {f"{role}/metrics.jsonl" for role in runs} <= set(certificate.inputs), "also what P3 rests on"
     assert certificate.file_name == file.name and certificate.file_name.startswith("sft-tiny-1-cpu-amx-cpu-")
-    assert is_consistent(verify(file, dict(zip(runs, paths, strict=True)), again=levels_again))
+    assert is_consistent(verify(file, dict(zip(runs, paths[:2], strict=False))))
     told = certify("--from", *paths[:2])
     assert told.exit_code == 3 and "Computation: inconclusive" in told.output, "curves alone"
     assert "give the reference and the candidate" in certify("--from", paths[0]).output

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from isotrain.errors import ModelError, RecipeError
+from isotrain.errors import DeviceError, ModelError, RecipeError
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME
 from isotrain.recipe.load import resolved
@@ -196,3 +196,12 @@ def test_only_weights_and_config_count_for_the_digest(tiny: Path, tmp_path: Path
 def test_names_a_model_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.path: .*config\.json cannot be read"):
         model_digest(tmp_path)
+
+
+def test_more_ranks_than_a_host_can_hold_start_nothing(tiny: Path, tmp_path: Path) -> None:
+    from isotrain.trainers.launch import launch
+
+    recipe = tiny_recipe(tiny, tmp_path / "run", "cpu", device={"type": "cpu", "ranks": 10_000})
+    with pytest.raises(DeviceError, match=r"10000 ranks would share \d+ cores.*set at most \d+"):
+        launch(recipe, "")
+    assert not (tmp_path / "run").exists()

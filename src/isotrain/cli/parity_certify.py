@@ -14,14 +14,13 @@ from typer import Option
 
 from isotrain import api
 from isotrain.cli.arguments import Overrides, paths_of, values_of
-from isotrain.errors import DataError, RecipeError
+from isotrain.errors import RecipeError
 from isotrain.terminal import rich_console
 
 if TYPE_CHECKING:
     from isotrain.recipe.schema import Recipe
     from isotrain.tools.parity.certify.certificate import Certificate
-    from isotrain.tools.parity.certify.run import Certified, TrainedSide
-    from isotrain.tools.parity.verdict import Verdict
+    from isotrain.tools.parity.certify.run import Certified, Extent, TrainedSide
 
 
 # One command does not wait longer than this for a run.
@@ -63,6 +62,10 @@ def certify(
     ] = None,
     members: Annotated[int, Option(min=0, help="Without a budget: number of envelope runs.")] = 8,
     seeds: Annotated[int, Option(min=0, help="Without a budget: number of further seeds.")] = 0,
+    truth: Annotated[
+        bool,
+        Option("--truth/--no-truth", help="Repeat the traced step in float64 on this host, and judge by it."),
+    ] = True,
     free: Annotated[
         bool, Option("--free", help="Online recipes: each device samples its own responses.")
     ] = False,
@@ -72,15 +75,10 @@ def certify(
 ) -> None:
     """Train a recipe on two devices and certify that they agree, level by level; or certify finished runs.
 
-    The levels run in order and stop at the first failure: operators, layers, curves and envelope, then seeds.
+    Levels run in order up to the first failure: operators, layers, curves, envelope, seeds. Where operators
+    and layers are right against float64, no envelope is needed. Runs with device.mesh record neither.
 
-    --candidate compares two ways to compute, also on one device. Runs with device.mesh record no operators
-    and layers: curves and envelope decide then.
-
-    Two machines: `isotrain parity record` on one, `replay` on the other, and both run directories to --from.
-
-    Exit code 0: the same computation, or with --free an equivalent outcome, with a certificate if
-    --certificates is given; 1: different; 3: inconclusive.
+    Exit code 0: the same computation, or with --free an equivalent outcome; 1: different; 3: inconclusive.
 
     Examples:
 
@@ -92,18 +90,18 @@ def certify(
         isotrain parity certify --from runs/here runs/there runs/here-{2,3,4} --certificates certificates
     """
     from isotrain.cli.parity import tell
+    from isotrain.tools.parity.certify.run import Extent, seconds_of
 
     if from_runs is not None:
         if any(given is not None for given in (recipe, devices, candidate, budget)):
-            raise RecipeError(
-                "--from: the runs are finished; remove the recipe, --devices, --candidate and --budget"
-            )
+            raise RecipeError("--from: remove the recipe, --devices, --candidate and --budget")
         certified = _judge(paths_of(from_runs), free)
     elif recipe is None or devices is None or work is None:
         raise RecipeError("give a recipe, --devices A,B and --work DIR; or --from RUN RUN with finished runs")
     else:
         changed = values_of(candidate) if candidate is not None else []
-        certified = _train(recipe, overrides or [], devices, changed, work, budget, (members, seeds), free)
+        extent = Extent(None if budget is None else seconds_of(budget), members, seeds, truth)
+        certified = _train(recipe, overrides or [], devices, changed, work, extent, free)
     verdict = certified.verdict.deciding("outcome" if free else "computation")
     tell(verdict, work / "report" if work is not None else None)
     if certificates is not None:
@@ -115,11 +113,9 @@ def issue(certified: Certified, directory: Path) -> Path | None:
     """Writes the certificate of runs that agree."""
     from isotrain.tools.parity.certify.certificate import write_certificate
     from isotrain.tools.parity.certify.issue import certificate_of, other_inputs
-    from isotrain.tools.parity.read.runs import read_run
 
     certificate = certificate_of(
         certified.verdict,
-        envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(certified.companions.reruns, start=1)},
         inputs=other_inputs(certified.verdict.comparison, certified.companions),
     )
     if not certificate.certifies:
@@ -147,18 +143,16 @@ def _train(
     devices: str,
     changed: Sequence[str],
     work: Path,
-    budget: str | None,
-    counts: tuple[int, int],
+    extent: Extent,
     free: bool,
 ) -> Certified:
-    """Runs on both devices; `changed` is for the candidate, `counts` are envelope members and more seeds."""
+    """Runs on both devices; `changed` is for the candidate."""
     from isotrain.recipe import library
-    from isotrain.tools.parity.certify.run import UNTRACED, CertifyPlan, Children, member_settings, seconds_of
+    from isotrain.tools.parity.certify.run import UNTRACED, CertifyPlan, Children, member_settings
     from isotrain.tools.parity.certify.run import certify as run_protocol
 
     reference, candidate = _sides(devices)
-    members, seeds = counts
-    _check_counts(members, seeds)
+    _check_counts(extent)
     path = library.locate(recipe)
     checked = api.load_recipe(path, *overrides)
     other = api.load_recipe(path, *overrides, *UNTRACED, *changed) if changed else checked
@@ -173,11 +167,9 @@ def _train(
     protocol = CertifyPlan(
         replays=online and not free,
         free_running=free,
-        budget=None if budget is None else seconds_of(budget),
+        extent=extent,
         # On a host there are always two; whether there is a second accelerator, the recipe does not say.
         members_of=partial(member_settings, checked, ranks=not online and devices.startswith("cpu")),
-        members=members,
-        seeds=seeds,
         seed=checked.seed,
     )
     return run_protocol(children, reference, candidate, protocol, _say)
@@ -216,11 +208,11 @@ def _check_changes(reference: Recipe, candidate: Recipe, changed: Sequence[str])
         )
 
 
-def _check_counts(members: int, seeds: int) -> None:
+def _check_counts(extent: Extent) -> None:
     """Check the arguments before any run starts."""
     from isotrain.tools.parity.thresholds import FEWEST_MEMBERS, FEWEST_RUNS
 
-    if 0 < members < FEWEST_MEMBERS or 0 < seeds < FEWEST_RUNS - 1:
+    if 0 < extent.members < FEWEST_MEMBERS or 0 < extent.seeds < FEWEST_RUNS - 1:
         raise RecipeError(
             f"--members, --seeds: an envelope needs {FEWEST_MEMBERS} members, a spread {FEWEST_RUNS - 1} "
             "further seeds; give at least as many, or 0"
@@ -235,15 +227,17 @@ def contribute(
     out: Annotated[Path, Option(metavar="DIR", help="Directory for runs, reports and certificates.")],
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Reference runs: sft, dpo, grpo; default all."),
+        typer.Argument(
+            metavar="NAME", help="sft, dpo, kto, rm, prm, grpo, ppo, reinforce++; all of them by default."
+        ),
     ] = None,
     device: Annotated[str, Option(metavar="TYPE", help="As device.type in recipes.")] = "auto",
 ) -> None:
-    """Train the reference runs that come with isotrain on this machine's device, and certify that they agree.
+    """Certify this machine's device alone: it trains each algorithm, and is held against float64.
 
-    One device is enough: the other side was recorded on a CPU. Models are tiny, nothing is downloaded. GRPO
-    trains on recorded responses, so no rollout engine is needed. Every file that is written is yours to look
-    at; nothing is sent anywhere.
+    One device is enough: its host repeats a step in float64, and trains the same recipe. The model is tiny
+    and made here, nothing is downloaded. Every file that is written is yours to look at; nothing is sent
+    anywhere.
 
     Exit code 0: every computation is the same; 1: one is different; 3: one is inconclusive.
 
@@ -254,30 +248,33 @@ def contribute(
         isotrain parity contribute sft grpo --out work/contribute
     """
     from isotrain.cli.parity import tell
+    from isotrain.data.prepare.tiny import make_tiny
+    from isotrain.device.detect import choose_device
     from isotrain.tools.parity.certify.certificate import read_certificate
-    from isotrain.tools.parity.certify.reference_runs import find_reference, reference_runs
-    from isotrain.tools.parity.certify.run import Certified
-    from isotrain.tools.parity.protocol import Companions, verdict_on
+    from isotrain.tools.parity.certify.contributed import contributed, recipe_of
+    from isotrain.tools.parity.certify.run import Extent
 
-    chosen = [find_reference(name) for name in names or reference_runs()]
-    if not chosen:
-        raise DataError(
-            "this installation has no reference runs; install isotrain from its wheel or repository"
-        )
-    verdicts: dict[str, Verdict] = {}
+    chosen = contributed(names or [])
+    kind = choose_device(device).type
+    # On a host alone, the other side is the same processor without its vector units.
+    reference = "cpu-default" if kind == "cpu" else "cpu"
+    # A certificate has the last part of a path, which is to say what model that is.
+    model, data = out.resolve() / "tiny", out.resolve() / "data"
+    if not model.exists():
+        make_tiny(data, train_rows=1000)
+        (data / "model").rename(model)
+    codes: set[int] = set()
     written: list[Path] = []
-    for number, reference in enumerate(chosen, start=1):
-        typer.echo(f"\n{number} of {len(chosen)}: {reference.name} on {device}")
+    for number, name in enumerate(chosen, start=1):
+        typer.echo(f"\n{number} of {len(chosen)}: {name} on {kind}, beside {reference}")
         begun = time.monotonic()
-        run = _train_reference(
-            reference.path, [*reference.settings(), f"device.type={device}"], out / reference.name
-        )
-        companions = Companions(reference.members)
-        verdict = verdict_on(reference.path, run, companions)
-        tell(verdict.deciding("computation"), out / f"{reference.name}-report")
-        typer.echo(f"{reference.name}: {time.monotonic() - begun:.0f} s")
-        verdicts[reference.name] = verdict
-        if path := issue(Certified(verdict, companions), out):
+        recipe, settings = recipe_of(name, model, data)
+        certified = _train(recipe, settings, f"{reference},{kind}", [], out / name, Extent(members=0), False)
+        verdict = certified.verdict.deciding("computation")
+        tell(verdict, out / f"{name}-report")
+        typer.echo(f"{name}: {time.monotonic() - begun:.0f} s")
+        codes.add(verdict.exit_code)
+        if path := issue(certified, out):
             written.append(path)
     if written:
         typer.echo("\nEach certificate contains:")
@@ -287,18 +284,8 @@ def contribute(
             "\nTo contribute: read the files, sign them with `isotrain parity sign FILE --key KEY`, and open "
             "a pull request that adds both to certificates/."
         )
-    codes = {verdict.deciding("computation").exit_code for verdict in verdicts.values()}
     # One that is different is the answer, whatever is inconclusive beside it.
     raise typer.Exit(1 if 1 in codes else max(codes))
-
-
-def _train_reference(reference: Path, settings: list[str], out: Path) -> Path:
-    from isotrain.observe.run_directory import RunDirectory
-    from isotrain.recipe.load import load_resolved, other_run
-
-    recorded = load_resolved(RunDirectory(reference).resolved)
-    online = ["rollout.record=false"] if recorded.rollout is not None else []
-    return api.train(recorded, *online, *settings, *other_run(out)).path
 
 
 def _contents(certificate: Certificate) -> list[str]:
@@ -337,9 +324,9 @@ def verify(
 ) -> None:
     """Say whether a certificate is consistent, and separately who signed it.
 
-    Consistent: digest, figures, levels and both answers fit the curves in the file and each other. With the
-    run directories, their files, curves and devices are compared as well. This does not show who made the
-    file; only a signature does.
+    Consistent: digest, figures and outcome fit the curves in the file, the computation its levels. With the
+    run directories, their files, curves and devices are compared as well. Levels rest on traces that are not
+    in the file: whether to believe them depends on who signed it.
 
     Exit code 0: consistent; 1: inconsistent, or a signature that is not of this file, or with
     --allowed-signers no signature by one of them.
@@ -352,15 +339,12 @@ def verify(
     """
 
     from isotrain.terminal import visible
-    from isotrain.tools.parity.certify.issue import levels_again
     from isotrain.tools.parity.certify.signing import signature_of
     from isotrain.tools.parity.certify.verify import is_consistent
     from isotrain.tools.parity.certify.verify import verify as check
 
     runs = {"reference": reference, "candidate": candidate}
-    findings = check(
-        certificate, {role: path for role, path in runs.items() if path is not None}, again=levels_again
-    )
+    findings = check(certificate, {role: path for role, path in runs.items() if path is not None})
     console = rich_console(highlight=False, markup=False)
     for finding in findings:
         mark, style = _MARKS[finding.state]

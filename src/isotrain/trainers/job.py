@@ -253,7 +253,8 @@ class Job:
         if self.is_main:
             console = self.recorder.console
             draw_plots(self.run, name, console)
-            console.message(f"done: {self.last_step} steps in {self.run.path}; curves in {self.run.plots}")
+            steps = f"{self.last_step} step" + ("s" if self.last_step != 1 else "")
+            console.message(f"done: {steps} in {self.run.path}; curves in {self.run.plots}")
             console.message(f"next: isotrain export {self.run.path} --out DIR")
 
     def steps_after(self, done: int, trainer: Trainer) -> Iterator[int]:

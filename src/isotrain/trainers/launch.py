@@ -48,6 +48,9 @@ CRASH_FILE = "crash-{rank}.txt"
 PREEMPTED_FILE = "preempted"
 LAUNCHER_VARIABLE = "ISOTRAIN_LAUNCHER"
 
+# On a host: with more, a mistake in a recipe fills the memory with processes before anything is said.
+_RANKS_OF_A_CORE = 8
+
 
 def launch(recipe: Recipe, source: str, preemption: Preemption | None = None) -> None:
     """Train a recipe; `source` is its text as the user wrote it."""
@@ -64,6 +67,11 @@ def launch(recipe: Recipe, source: str, preemption: Preemption | None = None) ->
         raise DeviceError(
             f"device.ranks: {ranks} ranks need {ranks} devices, but {device.count()} are visible; "
             f"lower device.ranks or check {device.visible_devices_variable}"
+        )
+    if not device.visible_devices_variable and ranks > _RANKS_OF_A_CORE * device.count():
+        raise DeviceError(
+            f"device.ranks: {ranks} ranks would share {device.count()} cores and need the memory of {ranks} "
+            f"processes; set at most {_RANKS_OF_A_CORE * device.count()}"
         )
     if joins or ranks == 1:
         os.environ.update(device.rank_environment(ranks, int(os.environ.get("WORLD_SIZE", ranks))))

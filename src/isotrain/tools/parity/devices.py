@@ -22,6 +22,7 @@ _HOST = {
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
+    "cpu-default": {"ATEN_CPU_CAPABILITY": "default"},  # torch's kernels without vectors, on every processor
 }
 # What a processor must have, so that a label is not another name for what it does anyway.
 _NEEDED = {"cpu-amx": "amx_tile", "cpu-avx512": "avx512f", "cpu-avx2": "avx2"}

@@ -149,15 +149,14 @@ def _computation(levels: tuple[Level, ...]) -> Same:
         return "different"
     # Curves alone may leave it open, which the envelope then decides.
     undecided = [name for name, state in states.items() if state == "cannot tell" and name != "P2"]
-    seen = any(states[name] == "same" for name in _WHOLE_RUNS) or _is_right_by_itself(levels)
+    seen = any(states[name] == "same" for name in _WHOLE_RUNS) or is_right(levels)
     return "same" if seen and not undecided else "inconclusive"
 
 
-def _is_right_by_itself(levels: tuple[Level, ...]) -> bool:
+def is_right(levels: tuple[Level, ...]) -> bool:
     """Operators and a step in float32 that were held against float64: what both runs do is right."""
     operators, steps = (next(level for level in levels if level.name == name) for name in ("P0", "P1"))
-    in_float32 = steps.evidence.get("against float64") == "float32"
-    return operators.state == steps.state == "same" and in_float32
+    return operators.state == steps.state == "same" and steps.truth == "float32"
 
 
 def decision_words(verdict: Verdict) -> str:

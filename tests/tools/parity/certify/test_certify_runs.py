@@ -9,7 +9,7 @@ import pytest
 
 from isotrain.api import load_recipe
 from isotrain.errors import LaunchError, RecipeError
-from isotrain.tools.parity.certify.run import Children, TrainedSide, member_settings, plan, seconds_of
+from isotrain.tools.parity.certify.run import Children, Plan, TrainedSide, member_settings, plan, seconds_of
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400)])
@@ -36,6 +36,7 @@ def test_a_plan_says_what_it_buys() -> None:
     told = " ".join(plan(150, 10, 10).words())
     assert "8 members" in told and "4 seeds" in told
     assert "no envelope" in " ".join(plan(5, 10, 10).words())
+    assert "P3: not needed" in " ".join(Plan(0, 0, 0.0, by_truth=True).words())
 
 
 def test_members_vary_what_only_rounds_otherwise() -> None:

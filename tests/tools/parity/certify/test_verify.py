@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from certified_runs import leaves, rewrite, run_of, trace, written
-from isotrain.tools.parity.certify.certificate import read_certificate
-from isotrain.tools.parity.certify.issue import levels_again
-from isotrain.tools.parity.certify.verify import Again, Verified, is_consistent, verify
-from isotrain.tools.parity.levels.level import Level
+from isotrain.tools.parity.certify.verify import Verified, is_consistent, verify
 
 
 def wrong(findings: list[Verified]) -> list[str]:
@@ -114,45 +109,14 @@ def test_finds_what_contradicts_the_curves(
     assert wrong(verify(rewrite(path, change))) == names
 
 
-def test_computes_levels_again(path: Path) -> None:
-    names = [finding.name for finding in verify(path, again=levels_again) if finding.state == "right"]
-    assert {"P2 again", "P3 again"} <= set(names)
-    level = next(one for one in levels_again(read_certificate(path)) if one.name == "P3")
-
-    def changed(by: float) -> Again:
-        first, *rest = level.checks
-        return lambda _: [replace(level, checks=(replace(first, value=first.value * by), *rest))]
-
-    assert is_consistent(verify(path, again=changed(1 + 1e-14)))
-    for by in (1 + 1e-6, math.nan):
-        assert wrong(verify(path, again=changed(by))) == ["P3 again"]
-    assert wrong(verify(path, again=lambda _: [Level("P3", "different", "outside")])) == ["P3 again"]
-
-
-def test_levels_without_the_curves_they_are_about(path: Path) -> None:
-    def drop(certificate: Any) -> None:
-        for name in [name for name in certificate["curves"] if name != "perf/throughput"]:
-            del certificate["curves"][name]
-
-    assert wrong(verify(rewrite(path, drop), again=levels_again)) == ["figures", "levels again"]
-
-
-def test_a_forged_envelope_is_found(path: Path) -> None:
-    def wider(content: dict[str, Any]) -> None:
-        for curve in content["curves"].values():
-            curve["envelope"] = {role: [2 * v for v in values] for role, values in curve["envelope"].items()}
-
-    assert "P3 again" in wrong(verify(rewrite(path, wider), again=levels_again))
-
-
 def test_compares_a_certificate_with_its_runs(certified: Path, path: Path) -> None:
-    runs = {role: certified / "runs" / role for role in ("reference", "candidate", "envelope-1")}
+    runs = {role: certified / "runs" / role for role in ("reference", "candidate")}
     findings = verify(path, runs)
     assert is_consistent(findings), findings
-    assert sum(finding.name.startswith(("inputs of", "curves of", "device of")) for finding in findings) == 8
+    assert sum(finding.name.startswith(("inputs of", "curves of", "device of")) for finding in findings) == 6
     swapped = verify(path, {"reference": runs["candidate"], "candidate": runs["reference"]})
     assert {"inputs of reference", "curves of reference", "inputs of candidate"} <= set(wrong(swapped))
-    assert wrong(verify(path, {"envelope-9": runs["envelope-1"]})) == ["inputs of envelope-9"]
+    assert wrong(verify(path, {"envelope-9": runs["candidate"]})) == ["inputs of envelope-9"]
     assert wrong(verify(path, {"reference": certified / "nowhere"})) == ["inputs of reference"]
 
 
@@ -211,23 +175,20 @@ def stated(content: Any, difference: float, half: float, evidence: str = MORE_RU
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda c: stated(c, 0.01, 1e-6, verdict="equivalent"), "cannot be among them"),
-        (lambda c: stated(c, 0.0, 0.0, "a hundred runs"), "cannot be among them"),
-        (lambda c: stated(c, 0.0, 0.001, margin=5.0), "the margin is"),
-        (lambda c: stated(c, 0.0, 5.0, verdict="equivalent"), "its interval is not within the margin"),
-        (lambda c: [stated(c, 0.0, 0.001), c["outcome"]["effects"].pop()], "says nothing of"),
-        (lambda c: stated(c, 0.0, 0.001, verdict="inconclusive"), "its metrics are not"),
-        (lambda c: stated(c, 0.0, 0.001, low=None), "no interval"),
+        lambda c: stated(c, 0.0, 0.001, margin=5.0),
+        lambda c: stated(c, 0.0, 5.0, verdict="equivalent"),
+        lambda c: stated(c, 0.0, 0.001, low=None, verdict="equivalent"),
+        lambda c: [stated(c, 0.0, 0.001), c["outcome"]["effects"].pop()],
+        lambda c: stated(c, 0.0, 0.001, verdict="inconclusive"),
     ],
 )
 def test_words_about_further_runs_do_not_hide_what_the_curves_say(
-    path: Path, change: Callable[[Any], object], words: str
+    path: Path, change: Callable[[Any], object]
 ) -> None:
     findings = verify(rewrite(path, lambda c: [c["outcome"].update(verdict="equivalent"), change(c)]))
     assert "outcome" in wrong(findings)
-    assert words in next(finding.words for finding in findings if finding.name == "outcome")
 
 
 def test_an_outcome_of_further_runs_that_the_curves_allow_is_not_checked(path: Path) -> None:

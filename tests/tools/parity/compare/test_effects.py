@@ -11,7 +11,6 @@ from isotrain.tools.parity.compare.effects import (
     Effect,
     effect_of_curves,
     effect_of_runs,
-    farthest_pair,
 )
 from isotrain.tools.parity.compare.noise import WINDOWS, window_means, windows_of
 
@@ -179,33 +178,6 @@ def test_one_seed_that_failed_is_not_hidden() -> None:
     good = [0.50, 0.52, 0.48, 0.51, 0.49]
     found = effect_of_runs("s", "score", 0.05, runs(*good), runs(*good[:4], 0.0), paired=False)
     assert found.verdict == "inconclusive"
-
-
-@pytest.mark.parametrize(("references", "candidates", "paired"), [(3, 3, True), (5, 5, False), (4, 1, False)])
-def test_no_pair_is_further_from_the_mean_than_the_interval_allows(
-    references: int, candidates: int, paired: bool
-) -> None:
-    """Exact for pairs: where all but one are alike, that one is as far as it can be."""
-    draw, nearest = np.random.default_rng(0), np.inf
-    for trial in range(200):
-        a, b = (draw.normal(size=(count, 8)) for count in (references, candidates))
-        if trial == 0:
-            a[:] = b[:] = 0.0
-            b[0] = 1.0
-        effect = effect_of_runs("reward", "reward", 0.04, list(a), list(b), paired=paired)
-        whole = effect.windows[0]
-        assert whole.interval is not None
-        farthest = farthest_pair(effect.evidence, (whole.interval.high - whole.interval.low) / 2)
-        assert farthest is not None
-        apart = abs(float(b[0].mean() - a[0].mean()) - whole.difference)
-        assert apart <= farthest * (1 + 1e-9)
-        nearest = min(nearest, farthest - apart)
-    assert not paired or nearest == pytest.approx(0, abs=1e-9)
-
-
-def test_other_words_are_no_evidence() -> None:
-    for words in ("", "one run a side", "3 pairs of runs", "1 pairs of runs with the same seeds"):
-        assert farthest_pair(words, 1.0) is None
 
 
 @pytest.mark.parametrize("steps", [1000, 2000])

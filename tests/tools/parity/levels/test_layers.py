@@ -330,6 +330,19 @@ def test_what_is_no_number_differs(reference: Path, copied: Path) -> None:
     assert layers_level(reference, copied, [copied], dtype="float32").state == "different"
 
 
+def test_a_step_that_trains_nothing_shows_nothing(copied: Path) -> None:
+    def change(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        for name in ("parameter gradient/norm", "parameter gradient/sketch"):
+            tensors[name][:] = 0
+
+    for file in sorted((copied / "layer_trace").iterdir()):
+        if file.name != FIRST:
+            file.unlink()
+    rewrite(copied, change)
+    level = layers_level(copied, copied, dtype="float32")
+    assert level.state == "cannot tell" and level.words.startswith("no recorded step has a gradient")
+
+
 def test_sizes_beyond_all_numbers(reference: Path, copied: Path) -> None:
     def change(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         for name in ("update/norm", "weight/norm", "gradient/norm"):

@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -34,10 +35,10 @@ from isotrain.tools.parity.read.bounded import Source, clipped
 from isotrain.tools.parity.run import section
 from isotrain.tools.parity.verdict import Same
 
-FORMAT = 3
+FORMAT = 4
 MAX_BYTES = 8 << 20
-# Each curve costs a bootstrap when it is verified; nobody needs more, a stranger might send them.
-MAX_CURVES, MAX_MEMBERS = 64, 64
+# Each curve costs time when it is verified; nobody needs more, a stranger might send them.
+MAX_CURVES = 64
 _SHOWN = 3
 _MOST_FACTS, _DEEPEST = 4000, 8
 
@@ -98,16 +99,17 @@ def _relative(name: str) -> str:
     return name
 
 
-def _facts(content: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """JSON of a stranger: bounded, and every text in it printable."""
+def _facts(content: dict[str, JsonValue], separators: str = "") -> dict[str, JsonValue]:
+    """JSON of a stranger: bounded, and every text in it printable but for these letters."""
     left: list[tuple[int, JsonValue]] = [(0, content)]
+    without = dict.fromkeys(map(ord, separators))
     seen = 0
     while left:
         depth, value = left.pop()
         seen += 1
         if depth > _DEEPEST or seen > _MOST_FACTS:
             raise ValueError("has more in it than any run records")
-        if isinstance(value, str) and (len(value) > 8000 or not value.isprintable()):
+        if isinstance(value, str) and (len(value) > 8000 or not value.translate(without).isprintable()):
             raise ValueError("has a text that is endless or cannot be printed")
         if isinstance(value, dict):
             left += [(depth + 1, inner) for pair in value.items() for inner in pair]
@@ -128,6 +130,8 @@ Date = Annotated[
 ]
 InputName = Annotated[Name, AfterValidator(_relative)]
 Facts = Annotated[dict[Name, JsonValue], AfterValidator(_facts)]
+# Texts of a recipe, such as what separates the steps of a response, have ends of lines.
+RecipeFacts = Annotated[dict[Name, JsonValue], AfterValidator(partial(_facts, separators="\n\t"))]
 
 
 class CertificatePart(BaseModel):
@@ -197,27 +201,22 @@ class CertifiedSide(CertificatePart):
 
 
 class Curve(CertificatePart):
-    """One metric of every run over the same steps, exact to the last bit."""
+    """One metric of both runs over the same steps, exact to the last bit."""
 
     steps: Steps
     reference: Values
     candidate: Values
-    envelope: Annotated[dict[Name, Values], Field(max_length=MAX_MEMBERS)] = {}
 
     @model_validator(mode="after")
     def _of_one_length(self) -> Curve:
         if not self.steps or any(a >= b for a, b in zip(self.steps, self.steps[1:], strict=False)):
             raise ValueError("the steps do not rise")
-        values = (self.reference, self.candidate, *self.envelope.values())
-        if any(len(run_values) != len(self.steps) for run_values in values):
+        if any(len(values) != len(self.steps) for values in (self.reference, self.candidate)):
             raise ValueError("not every run has a value at each step")
         return self
 
-    def of(self, role: str) -> tuple[float, ...] | None:
-        """The values of `reference`, `candidate` or a member of the envelope."""
-        if role in ("reference", "candidate"):
-            return self.reference if role == "reference" else self.candidate
-        return self.envelope.get(role)
+    def of(self, role: str) -> tuple[float, ...]:
+        return self.reference if role == "reference" else self.candidate
 
 
 class CheckFound(CertificatePart):
@@ -234,6 +233,8 @@ class LevelFound(CertificatePart):
     state: State
     words: Text
     checks: Annotated[tuple[CheckFound, ...], Field(strict=False)] = ()
+    truth: Name | None = None
+    """The data type of a training step that was held against float64."""
 
 
 class Figures(CertificatePart):
@@ -269,13 +270,13 @@ class OutcomeFound(CertificatePart):
 
 
 class Certificate(CertificatePart):
-    format: Literal[3]
+    format: Literal[4]
     isotrain: Name
     """The version that made it."""
     date: Date
     reference: CertifiedSide
     candidate: CertifiedSide
-    recipe: Facts
+    recipe: RecipeFacts
     """The part that both sides share, without paths of a machine."""
     recipe_sha256: Sha256
     data: dict[Name, Name]

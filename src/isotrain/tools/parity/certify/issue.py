@@ -1,11 +1,11 @@
-"""From a verdict over two runs to its certificate; figures and levels again from the curves in it alone."""
+"""From a verdict over two runs to its certificate; figures and outcome again from the curves in it alone."""
 
 from __future__ import annotations
 
 import datetime
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -33,9 +33,8 @@ from isotrain.tools.parity.compare.effects import VALIDATION
 from isotrain.tools.parity.compare.objections import SPEED
 from isotrain.tools.parity.compare.outcome import Outcome, outcome_of
 from isotrain.tools.parity.compare.published import Kind, kind_of
-from isotrain.tools.parity.levels.envelope import envelope_level, followed
+from isotrain.tools.parity.levels.layers import TRUTH
 from isotrain.tools.parity.levels.level import Check, Level
-from isotrain.tools.parity.levels.paired import paired_level
 from isotrain.tools.parity.protocol import Companions
 from isotrain.tools.parity.read.bounded import sha256_of
 from isotrain.tools.parity.read.runs import read_run
@@ -47,6 +46,7 @@ _OF_ONE_SIDE = ("output", "device", "observe", "cluster")
 _OF_ONE_RECORDING = ("record", "replay")
 _PATH = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?[/\\][^\s'\",;]*[/\\](?=[^\s'\",;/\\])")
 _LONGEST_LINE = 2000
+_TRACES = ("layer_trace", "score_tests", f"{TRUTH}/layer_trace")
 
 
 def comparison_of(curves: Mapping[str, Curve]) -> Comparison:
@@ -98,28 +98,12 @@ def _finite(value: float) -> float:
 
 
 def run_of(curves: Mapping[str, Curve], role: str) -> RunLog:
-    """One run's curves in a certificate, as if it had been read; metrics without its values are left out."""
-    held = {metric: (curve.steps, curve.of(role)) for metric, curve in curves.items()}
+    """One run's curves in a certificate, as if it had been read."""
     metrics = {
-        metric: Series(np.array(steps, np.int64), np.array(values, np.float64))
-        for metric, (steps, values) in held.items()
-        if values is not None
+        metric: Series(np.array(curve.steps, np.int64), np.array(curve.of(role), np.float64))
+        for metric, curve in curves.items()
     }
     return RunLog(Path(role), "certificate", metrics)
-
-
-def levels_again(certificate: Certificate) -> Iterator[Level]:
-    """P2 and P3, where the certificate has them."""
-    ran = {level.name for level in certificate.levels if level.state != "not run"}
-    curves = certificate.curves
-    roles = list(dict.fromkeys(role for curve in curves.values() for role in curve.envelope))
-    members = [run_of(curves, role) for role in roles]
-    if "P2" in ran:
-        rated = {m: c for m, c in curves.items() if kind_of(m) or m in SPEED}
-        yield paired_level(comparison_of(rated), members)
-    if "P3" in ran:
-        reference, candidate = run_of(curves, "reference"), run_of(curves, "candidate")
-        yield envelope_level(reference, candidate, members)
 
 
 def outcome_again(certificate: Certificate) -> Outcome:
@@ -132,19 +116,17 @@ def outcome_again(certificate: Certificate) -> Outcome:
 def certificate_of(
     verdict: Verdict,
     *,
-    envelope: Mapping[str, RunLog] | None = None,
     inputs: Mapping[str, str] | None = None,
     date: datetime.datetime | None = None,
 ) -> Certificate:
     """A verdict that certifies nothing has one too, but `write_certificate` refuses it.
 
-    `envelope` are the runs that P3 was decided by, each under its role, such as `envelope-1`; `inputs` the
-    SHA-256 of files that were read besides the runs' own, under `layer_trace/` and the like.
+    `inputs` are the SHA-256 of files that were read besides the two runs' own.
     """
     comparison = verdict.comparison
-    runs = {"reference": comparison.reference, "candidate": comparison.candidate, **(envelope or {})}
+    runs = {"reference": comparison.reference, "candidate": comparison.candidate}
     try:
-        curves = _curves(verdict, envelope or {})
+        curves = _curves(verdict)
         recomputed = comparison_of(curves)
         figures = figures_of(
             recomputed, first_of("loss", comparison.curves), first_of("reward", comparison.curves)
@@ -174,18 +156,18 @@ def certificate_of(
 
 
 def other_inputs(comparison: Comparison, companions: Companions) -> dict[str, str]:
-    """Digests of what the levels read besides curves: traces of all runs, and runs of other seeds."""
-    runs = {"reference": comparison.reference.path, "candidate": comparison.candidate.path}
-    runs |= {f"envelope-{n}": path for n, path in enumerate(companions.reruns, start=1)}
+    """Digests of what the levels read besides the two runs' curves: traces, the truth, further runs."""
+    pair = {"reference": comparison.reference.path, "candidate": comparison.candidate.path}
     digests = {
         f"{role}/{kind}/{file.name}": sha256_of(path, f"{kind}/{file.name}")
-        for role, path in runs.items()
-        for kind in ("layer_trace", "score_tests")
+        for role, path in pair.items()
+        for kind in _TRACES
         for file in sorted((path / kind).glob("*"))
     }
-    for number, pair in enumerate(companions.pairs, start=1):
-        digests |= _inputs({f"seed-{number}-{side}": read_run(p) for side, p in zip("ab", pair, strict=True)})
-    return digests
+    others = {f"envelope-{n}": path for n, path in enumerate(companions.reruns, start=1)}
+    for number, paths in enumerate(companions.pairs, start=1):
+        others |= {f"seed-{number}-{side}": path for side, path in zip("ab", paths, strict=True)}
+    return digests | _inputs({role: read_run(path) for role, path in others.items()})
 
 
 def side_of(run: RunLog) -> CertifiedSide:
@@ -231,7 +213,9 @@ def portable(value: Any) -> Any:
 
 def level_found(level: Level) -> LevelFound:
     checks = tuple(_check_found(check) for check in level.checks)
-    return LevelFound(name=level.name, state=level.state, words=_words(level.words), checks=checks)
+    return LevelFound(
+        name=level.name, state=level.state, words=_words(level.words), checks=checks, truth=level.truth
+    )
 
 
 def outcome_found(outcome: Outcome) -> OutcomeFound:
@@ -258,43 +242,24 @@ def _check_found(check: Check) -> CheckFound:
     return CheckFound(name=check.name, value=value, limit=limit, passed=passed, note=_words(check.note))
 
 
-def _curves(verdict: Verdict, envelope: Mapping[str, RunLog]) -> dict[str, Curve]:
-    """Everything that was compared, at the steps of all runs, with the throughput of the two sides."""
+def _curves(verdict: Verdict) -> dict[str, Curve]:
+    """Everything that was compared, with the throughput of the two sides."""
     comparison = verdict.comparison
     pair = (comparison.reference, comparison.candidate)
-    rated = set(followed([*pair, *envelope.values()])) if envelope else set()
-    curves = {
-        metric: _curve(metric, *pair, envelope)
-        for metric in comparison.reference.metrics
-        if metric in comparison.curves or metric in rated
-    }
-    speed = next((name for name in SPEED if all(name in run.metrics for run in pair)), None)
-    if comparison.speed and speed is not None:
-        curves[speed] = _curve(speed, *pair, {})
     if not comparison.curves:
         raise CertificateError("no curve was compared: there is nothing to certify")
+    curves = {m: _curve(m, *pair) for m in comparison.reference.metrics if m in comparison.curves}
+    speed = next((name for name in SPEED if all(name in run.metrics for run in pair)), None)
+    if comparison.speed and speed is not None:
+        curves[speed] = _curve(speed, *pair)
     return curves
 
 
-def _curve(metric: str, reference: RunLog, candidate: RunLog, envelope: Mapping[str, RunLog]) -> Curve:
+def _curve(metric: str, reference: RunLog, candidate: RunLog) -> Curve:
     a, b = reference.metrics[metric], candidate.metrics[metric]
     steps_S = np.intersect1d(a.steps_S, b.steps_S, assume_unique=True)
-    # A member may stop early, or not record a metric; it then has no part in that curve.
-    members = {
-        role: run.metrics[metric]
-        for role, run in envelope.items()
-        if metric in run.metrics and np.isin(steps_S, run.metrics[metric].steps_S).all()
-    }
-    values = {
-        role: tuple(series.values_S[np.isin(series.steps_S, steps_S)].tolist())
-        for role, series in {"reference": a, "candidate": b, **members}.items()
-    }
-    return Curve(
-        steps=tuple(steps_S.tolist()),
-        reference=values.pop("reference"),
-        candidate=values.pop("candidate"),
-        envelope=values,
-    )
+    values = (tuple(x.values_S[np.isin(x.steps_S, steps_S)].tolist()) for x in (a, b))
+    return Curve(steps=tuple(steps_S.tolist()), reference=next(values), candidate=next(values))
 
 
 def _inputs(runs: Mapping[str, RunLog]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from isotrain.observe.run_directory import write_atomically
 from isotrain.recipe.load import other_run, path_override
 from isotrain.recipe.preference import DpoSection, RmSection
 from isotrain.recipe.schema import Recipe
+from isotrain.tools.parity.levels.layers import TRUTH
 from isotrain.tools.parity.protocol import PERTURBATION, SPLIT, Companions, verdict_on
+from isotrain.tools.parity.read.layer_trace import read_layer_trace
 from isotrain.tools.parity.thresholds import FEWEST_MEMBERS, FEWEST_RUNS
-from isotrain.tools.parity.verdict import Verdict
+from isotrain.tools.parity.verdict import Verdict, is_right
 
 MOST_MEMBERS, MOST_SEEDS = 8, 10
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -56,6 +58,8 @@ class Plan:
     seeds: int
     """Further pairs of runs; 0 likewise."""
     seconds: float
+    by_truth: bool = False
+    """Whether operators and the step were right against float64, so that no envelope is needed."""
 
     def words(self) -> list[str]:
         """The runs to come, and what they can show."""
@@ -63,6 +67,8 @@ class Plan:
         if self.members:
             blur = 1 / math.sqrt(2 * self.members)
             lines.append(f"P3: {self.members} members; the envelope's width is known to {100 * blur:.0f} %")
+        elif self.by_truth:
+            lines.append("P3: not needed; operators and the step are right against float64")
         else:
             lines.append("P3: no envelope; curves alone can rarely show that a computation is the same")
         if self.seeds:
@@ -151,18 +157,30 @@ class Children:
         write_atomically(note, json.dumps({"seconds": 0.0, **before, **how}, indent=1) + "\n")
         self.tell(f"{why}: {Path(self.recipe).stem} on {side.label}")
         begun = time.monotonic()
-        self._run(name, side, [*changes, *other_run(output)], log)
+        command = ["train", self.recipe, *changes, *other_run(output)]
+        self._run(f"{name} on {side.label}", command, side.variables, log)
         spent = time.monotonic() - begun + float(before.get("seconds", 0.0))
         write_atomically(note, json.dumps({**how, "seconds": spent}, indent=1) + "\n")
         return Finished(output, spent)
 
-    def _run(self, name: str, side: TrainedSide, settings: Sequence[str], log: Path) -> None:
-        command = module_command("isotrain", "train", self.recipe, *settings)
+    def hold_against_float64(self, run: Finished) -> None:
+        """Repeat a run's traced step in float64 on this host, if that was not done before."""
+        if read_layer_trace(run.path / TRUTH):
+            return
+        self.tell(f"P1: the step of {run.path.name} in float64")
+        log = run.path.with_name(f"{run.path.name}-{TRUTH}.log")
+        try:
+            self._run("the step in float64", ["parity", "truth", str(run.path)], {}, log)
+        except LaunchError as error:
+            raise LaunchError(f"{error}\n--no-truth judges without it") from None
+
+    def _run(self, name: str, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
+        command = module_command("isotrain", *arguments)
         with log.open("wb") as file:
             try:
                 done = subprocess.run(
                     command,
-                    env={**os.environ, **side.variables},
+                    env={**os.environ, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -172,7 +190,7 @@ class Children:
                 raise LaunchError(f"{name}: no end within {self.time_limit:.0f} s; see {log}") from None
         if done.returncode:
             said = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
-            raise LaunchError(f"{name} on {side.label} failed (all of it in {log}):\n" + "\n".join(said))
+            raise LaunchError(f"{name} failed (all of it in {log}):\n" + "\n".join(said))
 
 
 def _read(note: Path) -> dict[str, Any]:
@@ -185,19 +203,26 @@ def _read(note: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class CertifyPlan:
+class Extent:
     """How much is to be run."""
 
+    budget: float | None = None
+    """Seconds for everything; without them, `members` and `seeds`."""
+    members: int = MOST_MEMBERS
+    seeds: int = 0
+    truth: bool = True
+    """Whether to hold the traced step against float64; where it is right in float32, no envelope is run."""
+
+
+@dataclass(frozen=True)
+class CertifyPlan:
     replays: bool
     """Whether the recipe samples responses and the candidate is to train on the reference's."""
     free_running: bool
     """Whether it samples responses of its own instead: then only seeds can tell."""
-    budget: float | None
-    """Seconds for everything; None runs an envelope and no seeds."""
+    extent: Extent
     members_of: Callable[[int], Sequence[Sequence[str]]]
     """Changes to the recipe for each of so many members of the envelope."""
-    members: int = MOST_MEMBERS
-    seeds: int = 0
     seed: int = 42
     """The recipe's seed; further ones follow it."""
 
@@ -220,6 +245,8 @@ def certify(
     traced, why = (TRACED, "P0 to P2") if both_traced else (UNTRACED, "P2")
     recorded = (*traced, "rollout.record=true") if protocol.replays else traced
     reference_run = children.train("reference", reference, recorded, why=why)
+    if both_traced and protocol.extent.truth:
+        children.hold_against_float64(reference_run)
     forced = _replay_of(reference_run) if protocol.replays else ()
     candidate_run = children.train("candidate", candidate, (*traced, *forced), why=why)
 
@@ -234,7 +261,7 @@ def certify(
     failed = any(current.level(name).state == "different" for name in ("P0", "P1"))
     if failed or current.computation.inputs or current.computation.broken:
         return Certified(current, companions)
-    chosen = _plan(protocol, reference_run, candidate_run)
+    chosen = _plan(protocol, reference_run, candidate_run, is_right(current.computation.levels))
     for line in chosen.words():
         tell(line)
     members = [
@@ -258,12 +285,15 @@ def _replay_of(run: Finished) -> tuple[str, ...]:
     return (path_override("rollout.replay", run.path),)
 
 
-def _plan(protocol: CertifyPlan, reference_run: Finished, candidate_run: Finished) -> Plan:
-    if protocol.budget is None:
-        members = 0 if protocol.free_running else protocol.members
-        return Plan(members, protocol.seeds, 0.0)
-    left = protocol.budget - reference_run.seconds - candidate_run.seconds
-    return plan(left, reference_run.seconds, candidate_run.seconds, envelope=not protocol.free_running)
+def _plan(protocol: CertifyPlan, reference_run: Finished, candidate_run: Finished, right: bool) -> Plan:
+    envelope = not (protocol.free_running or right)
+    extent = protocol.extent
+    if extent.budget is None:
+        return Plan(extent.members if envelope else 0, extent.seeds, 0.0, right)
+    left = extent.budget - reference_run.seconds - candidate_run.seconds
+    return replace(
+        plan(left, reference_run.seconds, candidate_run.seconds, envelope=envelope), by_truth=right
+    )
 
 
 def _pairs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,8 +11,6 @@ from typing import Literal
 from isotrain.errors import CertificateError, DataError
 from isotrain.tools.parity.certify.certificate import (
     Certificate,
-    CheckFound,
-    EffectFound,
     LevelFound,
     OutcomeFound,
     digest_of,
@@ -21,13 +19,12 @@ from isotrain.tools.parity.certify.certificate import (
 from isotrain.tools.parity.certify.issue import (
     comparison_of,
     figures_of,
-    level_found,
     outcome_again,
     outcome_found,
     portable_recipe,
     side_of,
 )
-from isotrain.tools.parity.compare.effects import ALONE, farthest_pair
+from isotrain.tools.parity.compare.effects import ALONE
 from isotrain.tools.parity.levels.level import Level
 from isotrain.tools.parity.read.bounded import sha256_of
 from isotrain.tools.parity.read.runs import read_run
@@ -35,7 +32,6 @@ from isotrain.tools.parity.run import RunLog
 from isotrain.tools.parity.verdict import judge
 
 State = Literal["right", "wrong", "not checked"]
-Again = Callable[[Certificate], Iterable[Level]]
 # Another processor may sum a correlation in another order; a changed figure is further off than this.
 _CLOSE = 1e-9
 _SHOWN = 5
@@ -48,13 +44,13 @@ class Verified:
     words: str
 
 
-def verify(path: Path, runs: Mapping[str, Path] | None = None, again: Again | None = None) -> list[Verified]:
+def verify(path: Path, runs: Mapping[str, Path] | None = None) -> list[Verified]:
     """Every check with its result; a certificate is consistent where nothing is `wrong`.
 
-    That says nothing about who made it: `signing.signature_of` does.
+    That says nothing about who made it: `signing.signature_of` does. Levels rest on traces and further runs
+    that are not in the file.
 
-    `runs` are directories by role: `reference`, `candidate`, or a member of the envelope. `again` computes
-    levels anew from the certificate's curves.
+    `runs` are directories by role: `reference` or `candidate`.
     """
     try:
         certificate = read_certificate(path)
@@ -62,7 +58,6 @@ def verify(path: Path, runs: Mapping[str, Path] | None = None, again: Again | No
         return [Verified("digest", "wrong", str(error))]
     findings = [Verified("digest", "right", f"the file is as it was made ({certificate.digest[:8]})")]
     findings += _itself(certificate)
-    findings += _again(certificate, again(certificate) if again else ())
     for role, directory in (runs or {}).items():
         findings += _run(certificate, role, directory)
     if not runs:
@@ -95,7 +90,7 @@ def _itself(certificate: Certificate) -> Iterator[Verified]:
     yield _finding("levels", not broken, "each fits its checks", "; ".join(broken))
     outcome = outcome_again(certificate)
     yield _outcome(certificate, outcome_found(outcome))
-    levels = [Level(level.name, level.state, level.words) for level in certificate.levels]
+    levels = [Level(level.name, level.state, level.words, truth=level.truth) for level in certificate.levels]
     computation = judge(comparison, outcome, levels).computation.verdict
     said = f"the levels say {computation!r}"
     fits = computation == certificate.computation
@@ -117,51 +112,18 @@ def _outcome(certificate: Certificate, again: OutcomeFound) -> Verified:
 
 
 def _outcome_of_more_runs(stated: OutcomeFound, again: OutcomeFound) -> Verified:
-    """Effects over other seeds rest on runs that are not in the file; the two runs in it are among them."""
-    alone = {effect.metric: effect for effect in again.effects}
-    wrong = []
-    if missing := sorted(set(alone) - {effect.metric for effect in stated.effects}):
-        wrong.append(f"says nothing of {missing[0]}")
-    for effect in stated.effects:
-        curve = alone.get(effect.metric)
-        if curve is not None and effect.margin != curve.margin:
-            wrong.append(f"{effect.metric}: the margin is {curve.margin:g}, not {effect.margin:g}")
-        if effect.low is None or effect.high is None:
-            if effect.evidence != ALONE or (
-                curve is not None and not _close(effect.difference, curve.difference)
-            ):
-                wrong.append(f"{effect.metric}: no interval, and not the difference of the curves")
-            continue
-        within = -effect.margin <= effect.low and effect.high <= effect.margin
-        if effect.verdict == "equivalent" and not within:
-            wrong.append(f"{effect.metric} is 'equivalent', but its interval is not within the margin")
-        if curve is not None and not _may_be_among(effect, curve):
-            wrong.append(
-                f"{effect.metric}: a difference of {effect.difference:g} from {effect.evidence!r}, but the "
-                f"two runs in the file differ by {curve.difference:g}, which cannot be among them"
-            )
+    """Further runs are not in the file: only what contradicts itself is found."""
+    margins = {effect.metric: effect.margin for effect in again.effects}
+    fits = margins == {effect.metric: effect.margin for effect in stated.effects if effect.metric in margins}
+    for effect in (effect for effect in stated.effects if effect.verdict == "equivalent"):
+        low, high = (-math.inf if effect.low is None else effect.low), effect.high
+        fits &= high is not None and -effect.margin <= low and high <= effect.margin
     verdicts = {effect.verdict for effect in stated.effects}
-    if stated.verdict == "equivalent" and ("different" in verdicts or "equivalent" not in verdicts):
-        wrong.append("is 'equivalent', its metrics are not")
-    if wrong:
-        return Verified("outcome", "wrong", "; ".join(wrong[:_SHOWN]))
-    return Verified("outcome", "not checked", "it was estimated from further runs, which are not in the file")
-
-
-def _may_be_among(effect: EffectFound, curve: EffectFound) -> bool:
-    """Whether the difference of the two runs in the file can be one of those that gave the interval."""
-    assert effect.low is not None and effect.high is not None
-    if effect.evidence == ALONE:
-        same = (
-            effect.verdict == curve.verdict,
-            _close(effect.low, curve.low),
-            _close(effect.high, curve.high),
-        )
-        return all(same) and _close(effect.difference, curve.difference)
-    farthest = farthest_pair(effect.evidence, (effect.high - effect.low) / 2)
-    if farthest is None or not _close(effect.difference, (effect.low + effect.high) / 2):
-        return False
-    return abs(curve.difference - effect.difference) <= farthest * (1 + 1e-6) + 1e-9 * abs(curve.difference)
+    fits &= stated.verdict != "equivalent" or ("equivalent" in verdicts and "different" not in verdicts)
+    words = "it was estimated from further runs, which are not in the file"
+    if fits:
+        return Verified("outcome", "not checked", words)
+    return Verified("outcome", "wrong", f"{words}; it contradicts itself, or leaves a metric out")
 
 
 def _contradictions(levels: Iterable[LevelFound]) -> Iterator[str]:
@@ -171,27 +133,6 @@ def _contradictions(levels: Iterable[LevelFound]) -> Iterator[str]:
             yield f"{level.name} is 'same', but did not pass {', '.join(failed[:_SHOWN])}"
         if level.state == "not run" and level.checks:
             yield f"{level.name} was not run, but has checks"
-
-
-def _again(certificate: Certificate, levels: Iterable[Level]) -> Iterator[Verified]:
-    stated = {level.name: level for level in certificate.levels}
-    try:
-        recomputed = [level_found(level) for level in levels]
-    except DataError as error:
-        yield Verified("levels again", "wrong", f"the curves do not give them: {error}")
-        return
-    for level in recomputed:
-        before = stated[level.name]
-        differ = before.state != level.state or not _same_checks(before.checks, level.checks)
-        words = f"the curves give {level.state!r}: {level.words}"
-        yield _finding(f"{level.name} again", not differ, words, f"is {before.state!r} there; {words}")
-
-
-def _same_checks(before: tuple[CheckFound, ...], now: tuple[CheckFound, ...]) -> bool:
-    return len(before) == len(now) and all(
-        (a.name, a.passed) == (b.name, b.passed) and _close(a.value, b.value) and _close(a.limit, b.limit)
-        for a, b in zip(before, now, strict=True)
-    )
 
 
 def _close(a: float | None, b: float | None) -> bool:
@@ -230,20 +171,15 @@ def _run(certificate: Certificate, role: str, path: Path) -> Iterator[Verified]:
 
 def _other_curves(certificate: Certificate, role: str, run: RunLog) -> Iterator[str]:
     for metric, curve in certificate.curves.items():
-        values = curve.of(role)
-        if values is None:
-            continue
         series = run.metrics.get(metric)
         pairs = zip(series.steps_S.tolist(), series.values_S.tolist(), strict=True) if series else ()
         there = dict(pairs)
-        if [there.get(step) for step in curve.steps] != list(values):
+        if [there.get(step) for step in curve.steps] != list(curve.of(role)):
             yield metric
 
 
 def _told(certificate: Certificate, role: str, run: RunLog) -> Iterator[Verified]:
-    """Device and recipe of the two sides; of a member of the envelope nothing is told."""
-    if role not in certificate.sides:
-        return
+    """Device and recipe of a side."""
     side = certificate.sides[role]
     try:
         recorded = side_of(run)

@@ -6,7 +6,6 @@ S: steps, K: runs of a side.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -342,41 +341,6 @@ def _evidence(references: int, candidates: int, *, paired: bool) -> str:
         references=references,
         candidates=candidates,
     )
-
-
-_EVIDENCE = (
-    (re.compile(r"(\d{1,4}) pairs of runs with the same seeds"), True),
-    (re.compile(r"(\d{1,4}) runs of the reference, one of the candidate"), False),
-    (re.compile(r"(\d{1,4}) runs of the reference, (\d{1,4}) of the candidate"), False),
-)
-
-
-def farthest_pair(evidence: str, half: float) -> float | None:
-    """How far one pair of runs can be from the mean difference of all, whose interval has this half width.
-
-    None if the words are not those of `effect_of_runs`. Of K numbers with standard deviation s, none is
-    further from their mean than s (K - 1) / sqrt(K).
-    """
-    from scipy.special import stdtrit
-
-    for pattern, paired in _EVIDENCE:
-        if match := pattern.fullmatch(evidence):
-            a, b = int(match[1]), 1 if pattern.groups == 1 and not paired else int(match[pattern.groups])
-            break
-    else:
-        return None
-    if a < 2 or half < 0:
-        return None
-    # Welch's degrees of freedom are at most these, and with fewer the spread would be smaller.
-    degrees = a + b - 2 if not paired and b > 1 else a - 1
-    spread = half / float(stdtrit(degrees, (1 + thresholds.CONFIDENCE) / 2))
-    if paired:
-        return spread * (a - 1)
-    # With the noise within runs as a prior, the spread may be so much larger beside the same interval.
-    spread = max(spread, half / _NORMAL_HALF * math.sqrt((thresholds.PRIOR_RUNS + degrees) / degrees))
-    if b == 1:
-        return spread * (a - 1) / math.sqrt(a + 1)
-    return spread * math.hypot(a - 1, b - 1)
 
 
 def values_of(metric: str, runs: Sequence[RunLog]) -> list[Numbers]:

@@ -90,8 +90,7 @@ def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (
         "layers": [_as_json(rating) for rating in rated if rating.difference.kind != "data"],
         "first": None if first is None else _as_json(rated[first]),
     }
-    if by_truth:
-        evidence["against float64"] = dtype
+    held = dtype if by_truth else None
     constants = score_tests(reference.path, candidate.path)
     if constants is not None:
         evidence["constants"] = constants.as_json()
@@ -102,23 +101,23 @@ def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (
     if first is not None:
         first_difference = _First(rated, first, a, b)
         words = listed([first_difference.words(), *named], "; ")
-        return Level(LEVEL, "different", words, checks, (*named, *first_difference.causes()), evidence)
+        return Level(LEVEL, "different", words, checks, (*named, *first_difference.causes()), evidence, held)
     if named:
         words = tr("the layers agree up to rounding, but not all else: {named}", named=listed(named, "; "))
-        return Level(LEVEL, "different", words, checks, tuple(named), evidence)
+        return Level(LEVEL, "different", words, checks, tuple(named), evidence, held)
     if anchor_failures:
         words = tr(
             "the first step is not what it must be by definition: {failures}",
             failures=listed(anchor_failures, "; "),
         )
-        return Level(LEVEL, "different", words, checks, (_LOSS_CAUSE,), evidence)
+        return Level(LEVEL, "different", words, checks, (_LOSS_CAUSE,), evidence, held)
     between = next((rating for rating in rated if rating.by_truth and rating.z > SAME), None)
     if between is not None:
         words = tr(
             "one run is further from float64 than the other, and not clearly wrong: {place}",
             place=_place(between),
         )
-        return Level(LEVEL, "cannot tell", words, checks, (), evidence)
+        return Level(LEVEL, "cannot tell", words, checks, (), evidence, held)
     far = next((rating for rating in rated if rating.by_truth and limits.is_far(rating)), None)
     if far is not None:
         words = tr(
@@ -126,8 +125,11 @@ def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (
             "and are both runs right?",
             place=_place(far),
         )
-        return Level(LEVEL, "cannot tell", words, checks, (), evidence)
-    return Level(LEVEL, "same", _agreement(rated), checks, (), evidence)
+        return Level(LEVEL, "cannot tell", words, checks, (), evidence, held)
+    if not _has_gradients(a, b):
+        words = tr("no recorded step has a gradient, and its backward shows nothing: are all rewards equal?")
+        return Level(LEVEL, "cannot tell", words, checks, (), evidence, held)
+    return Level(LEVEL, "same", _agreement(rated), checks, (), evidence, held)
 
 
 def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
@@ -182,6 +184,12 @@ def _other_layout(*runs: tuple[RunLog, Updates]) -> str | None:
 def _same_shapes(a: Update, b: Update) -> bool:
     reference, candidate = (update.kinds.get("activation", {}) for update in (a, b))
     return all(reference[name].shapes == candidate[name].shapes for name in reference if name in candidate)
+
+
+def _has_gradients(a: Updates, b: Updates) -> bool:
+    """Whether any step trained anything; of a trace without parameters that is not known."""
+    both = [side[step].kinds.get("parameter gradient", {}) for side in (a, b) for step in _steps(a, b)]
+    return not any(both) or any(entry.norm > 0 for entries in both for entry in entries.values())
 
 
 def _steps(a: Updates, b: Updates) -> list[int]:

@@ -51,6 +51,8 @@ class Level:
     """Where it is `different`: what may be behind it, most likely first."""
     evidence: dict[str, Any] = field(default_factory=dict)
     """Tables for the report, as JSON."""
+    truth: str | None = None
+    """The data type of a training step that was held against float64."""
 
 
 def not_run(name: str, why: str = tr("was not run")) -> Level:

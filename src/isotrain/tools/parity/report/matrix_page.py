@@ -15,7 +15,6 @@ import yaml
 from isotrain.errors import DataError, IsotrainError
 from isotrain.recipe.reference import page_command, table_row
 from isotrain.tools.parity.certify.certificate import Certificate, CertifiedSide, read_certificate
-from isotrain.tools.parity.certify.issue import levels_again
 from isotrain.tools.parity.certify.signing import Signature, signature_of
 from isotrain.tools.parity.certify.verify import verify
 from isotrain.tools.parity.devices import uses_ring
@@ -65,7 +64,7 @@ def _entries(directory: Path) -> Iterator[_MatrixEntry]:
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory; certificates are in isotrain's repository")
     for path in sorted(directory.glob("*.json")):
-        for finding in verify(path, again=levels_again):
+        for finding in verify(path):
             if finding.state == "wrong":
                 raise DataError(f"{path.name}: {finding.name}: {finding.words}")
         certificate, signature = read_certificate(path), signature_of(path)

@@ -101,9 +101,13 @@ def _banner(verdict: Verdict) -> Markup:
         element("h1", _title(verdict)),
         decision,
         element("div", *inputs_first(verdict, answers), class_="answers"),
-        *(element("p", words, class_="words") for words in next_words(verdict)),
+        *(element("p", *_with_code(words), class_="words") for words in next_words(verdict)),
         class_="verdict",
     )
+
+
+def _with_code(words: str) -> list[object]:
+    return [element("code", part) if odd % 2 else part for odd, part in enumerate(words.split("`"))]
 
 
 def _runs(verdict: Verdict, date: str) -> Markup:
