@@ -24,6 +24,18 @@ RATIO_N = (4.0, 100.0, 0.25, 1.5)
         ({"level": "sequence"}, [1, 0, 1, 1.5]),
         ({"level": "sequence", "upper": 1.25}, [1, 0, 1, 1.25]),
         ({"level": "sequence", "upper": 1.25, "mode": "mask"}, [1, 0, 1, 0]),
+        # The geometric means are sqrt(4 x 1/4) and 3/2.
+        ({"level": "geometric", "upper": 1.25}, [1, 0, 1, 1.25]),
+        ({"level": "off", "reject": {"token_k1": (0.25, 3.9)}}, [0, 0, 1, 1]),
+        ({"level": "off", "reject": {"token_k2": (0, math.log(3.9) ** 2 / 2)}}, [0, 0, 0, 1]),
+        # 4 - 1 - log 4 = 1.61, 1/4 - 1 + log 4 = 0.64, 1/2 - log 3/2 = 0.09.
+        ({"level": "off", "reject": {"token_k3": (0, 0.65)}}, [0, 0, 1, 1]),
+        ({"level": "off", "reject": {"seq_sum_k1": (0.9, 1.1)}}, [1, 0, 1, 0]),
+        ({"level": "off", "reject": {"seq_mean_k3": (0, 1.12)}}, [0, 0, 0, 1]),
+        ({"level": "off", "reject": {"seq_mean_k3": (0, 1.13)}}, [1, 0, 1, 1]),
+        ({"level": "off", "reject": {"seq_sum_k3": (0, 2.24)}}, [0, 0, 0, 1]),
+        ({"level": "off", "reject": {"seq_max_k3": (0, 1.62), "token_k1": (0.5, 5.0)}}, [1, 0, 0, 1]),
+        ({"reject": {"seq_mean_k1": (0.9, 1.1)}}, [2, 0, 0.25, 0]),
     ],
 )
 def test_by_hand(device_type: str, options: dict[str, object], expected: list[float]) -> None:
@@ -31,7 +43,19 @@ def test_by_hand(device_type: str, options: dict[str, object], expected: list[fl
     logp_N = torch.tensor(RATIO_N, device=device_type).log() - 3
     weights_N, metrics = rollout_correction(logp_N, torch.full_like(logp_N, -3.0), share, **options)  # type: ignore[arg-type]
     assert weights_N.tolist() == pytest.approx(expected, rel=1e-5)
-    assert metrics["rollout_corr/rollout_is_mean"].item() == pytest.approx(sum(expected) / 3, rel=1e-5)
+    if options.get("level") == "off":
+        rejected = (3 - sum(expected)) / 3
+        assert metrics["rollout_corr/rollout_rs_masked_fraction"].item() == pytest.approx(rejected)
+    elif "reject" not in options:
+        assert metrics["rollout_corr/rollout_is_mean"].item() == pytest.approx(sum(expected) / 3, rel=1e-5)
+
+
+def test_rejects_what_is_no_number_and_not_a_trajectory_without_tokens() -> None:
+    share, logp_N = whole([2, 0, 1], [1, 1, 1]), torch.tensor([math.nan, 0.0, 0.0])
+    for name, expected in (("token_k1", [0, 1, 1]), ("seq_mean_k1", [0, 0, 1]), ("seq_max_k3", [0, 0, 1])):
+        reject = {name: (0.5 if name.endswith("k1") else 0.0, 2.0)}
+        weights_N, _ = rollout_correction(logp_N, torch.zeros(3), share, level="off", reject=reject)
+        assert weights_N.tolist() == expected, name
 
 
 def test_how_many_are_outside() -> None:
@@ -78,6 +102,10 @@ def test_mismatch_by_hand(device_type: str) -> None:
         {
             "training/rollout_logp_diff_mean": (math.log(5 / 4) + math.log(3 / 2) + math.log(3)) / 3,
             "training/rollout_probs_diff_mean": 0.2,
+            # KL of the engine's to the trained policy by k1 and k3, and the variance of the ratios.
+            "rollout_corr/kl": -(math.log(5 / 4) + math.log(3 / 2) - math.log(3)) / 3,
+            "rollout_corr/k3_kl": (5 / 4 + 3 / 2 + 1 / 3 - math.log(5 / 4 * 3 / 2 / 3)) / 3 - 1,
+            "rollout_corr/chi2_token": (25 / 16 + 9 / 4 + 1 / 9) / 3 - 1,
             "training/rollout_probs_diff_max": 0.3,
             "training/rollout_probs_diff_std": 0.1,
             "training/rollout_actor_probs_pearson_corr": 0.12 / math.sqrt(0.32 * 0.42 / 9),

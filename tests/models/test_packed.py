@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     Lfm2Config,
@@ -212,3 +213,26 @@ def test_a_shared_prompt_changes_nothing(tiny: Path, device_type: str, checkpoin
     torch.testing.assert_close(shared_N, plain_N, rtol=0, atol=1e-5)
     for name, gradient in plain.items():
         torch.testing.assert_close(shared[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_a_float32_head_multiplies_bfloat16_states_and_weights_in_float32(
+    tiny: Path, device_type: str
+) -> None:
+    """Bitwise what autograd makes of both widened, and the gradients of a bfloat16 weight."""
+    packed = load(tiny / "model", device_type, "sdpa", torch.bfloat16)
+    packed.head_float32 = True
+    hidden_ND = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(device_type, torch.bfloat16)
+    hidden_ND = hidden_ND[:, : packed.pretrained.config.hidden_size].requires_grad_()
+    targets_N = torch.arange(5, device=device_type)
+    weight_VD = packed.pretrained.get_output_embeddings().weight
+    logp_N = packed.head(hidden_ND, targets_N).logps()
+    gradients = torch.autograd.grad(logp_N.sum(), (hidden_ND, weight_VD))
+    wide = F.linear(hidden_ND.float(), weight_VD.float()).log_softmax(-1)
+    expected_N = wide.gather(1, targets_N[:, None])[:, 0]
+    assert torch.equal(logp_N, expected_N)
+    assert not torch.equal(logp_N, TokenHead(hidden_ND, weight_VD, targets_N, 7).logps())
+    for found, expected in zip(
+        gradients, torch.autograd.grad(expected_N.sum(), (hidden_ND, weight_VD)), strict=True
+    ):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-5)

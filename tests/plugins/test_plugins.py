@@ -19,7 +19,8 @@ from isotrain.errors import RecipeError, RewardError
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.metrics import read_metrics
 from isotrain.plugins import ADVANTAGES, REWARDS, find_plugin
-from isotrain.recipe.online import GrpoSection, PluginSection, PpoSection, RewardSection
+from isotrain.recipe.online import GrpoSection, PpoSection, RewardSection
+from isotrain.recipe.policy_loss import PluginSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rewards.base import RewardInput
 from isotrain.rewards.build import build_scorer

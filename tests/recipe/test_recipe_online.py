@@ -308,8 +308,51 @@ NO_PART = (
             [
                 "r.yaml:7: algorithm.rollout_correction.level (sequence) cannot be used with rollout.top_p "
                 "(0.9): the engine normalizes over the kept tokens, the trained model over all, so the "
-                "weights of long responses vanish: set level: token, or sample from all "
+                "weights of long responses vanish: take tokens (level: token), or sample from all "
                 "tokens"
+            ],
+        ),
+        (
+            GRPO
+            + "  rollout_correction: {reject: {seq_sum_k1: 2, token_k1: 2}}\n"
+            + PARTS.replace("n: 4", "n: 4\n  top_k: 9"),
+            [
+                "r.yaml:7: algorithm.rollout_correction.reject.seq_sum_k1 cannot be used with rollout.top_k "
+                "(9): the engine normalizes over the kept tokens, the trained model over all, so the "
+                "weights of long responses vanish: take tokens (reject: {token_k1: 2.0}), or sample from all "
+                "tokens"
+            ],
+        ),
+        (
+            GRPO + "  rollout_correction: {level: token, bypass_mode: true}\n" + PARTS,
+            [
+                "r.yaml:7: algorithm.rollout_correction.level (token) cannot be used with bypass_mode: the "
+                "ratio of the clip loss has the engine's log-probs already: set level: off, or loss.name: "
+                "reinforce"
+            ],
+        ),
+        (
+            GRPO + "  rollout_correction: {reject: {seq_mean_k1: [0.9, 0.99]}}\n" + PARTS,
+            [
+                "r.yaml:7: 'algorithm.rollout_correction.reject': seq_mean_k1 must have equal probabilities "
+                "inside its bounds: k1 needs a ratio above 1, or two around it ([0.99, 1.01]), k2 and k3 a "
+                "number above 0"
+            ],
+        ),
+        (
+            GRPO.replace("{path: c}", "{path: c, head_dtype: float32}")
+            + PARTS.replace("n: 4", "n: 4\n  engine: sglang"),
+            [
+                "r.yaml:3: model.head_dtype (float32) cannot be used with rollout.engine sglang, whose head "
+                "computes in model.dtype: set engine: vllm or hf, or remove head_dtype"
+            ],
+        ),
+        (
+            GRPO + "  rollout_correction: {reject: {seq_mean: 2}}\n" + PARTS,
+            [
+                "r.yaml:7: 'algorithm.rollout_correction.reject' is a section; expected a section of numbers "
+                "or a list of 2 numbers under token_k1, token_k2, token_k3, seq_sum_k1, seq_sum_k2, "
+                "seq_sum_k3, seq_mean_k1, seq_mean_k2, seq_mean_k3, seq_max_k2, seq_max_k3"
             ],
         ),
         (

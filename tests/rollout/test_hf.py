@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from isotrain.data.prepare.tiny import make_tiny
@@ -233,3 +234,30 @@ def test_what_cannot_be_built(tiny: Path) -> None:
 
     with pytest.raises(RolloutError, match=r"rollout.max_tokens: .* make 2049, .* write 1048 or less"):
         build(max_tokens=1049)
+
+
+def test_a_float32_head_is_the_trainers(tiny: Path, device_type: str) -> None:
+    """From hidden states in bfloat16; a head in bfloat16 gives other log-probs."""
+    tokens_T = np.arange(5, 25, dtype=np.int32)
+    logps = {}
+    for wide in (True, False):
+        engine = build_rollout(
+            RolloutSection(engine="hf", max_tokens=4),
+            str(tiny / "model"),
+            "bfloat16",
+            device=choose_device(device_type),
+            max_prompt=40,
+            seed=0,
+            name="e",
+            head_float32=wide,
+        )
+        logps[wide] = engine.logps([tokens_T])[0]
+        engine.close()
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.bfloat16).to(device_type)
+    ids = torch.from_numpy(tokens_T).long()[None].to(device_type)
+    with torch.no_grad():
+        hidden_TD = model.get_decoder()(ids).last_hidden_state[0, :-1]
+        weight_VD = model.get_output_embeddings().weight
+        wide_TV = F.linear(hidden_TD.float(), weight_VD.float()).log_softmax(-1)
+    expected = wide_TV.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+    assert np.array_equal(logps[True], expected) and not np.array_equal(logps[False], expected)

@@ -179,7 +179,7 @@ def _causal_model(directory: Path, model: ModelSection, device: Device, world: W
     causal_lm, attention, fused = _pretrained(build_causal_lm, directory, model, device, world)
     vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
     chunk = model.logits_chunk or max(1, LOGIT_BYTES // (4 * vocabulary))
-    return PackedModel(causal_lm, attention, chunk, fused)
+    return PackedModel(causal_lm, attention, chunk, fused, head_float32=model.head_dtype == "float32")
 
 
 def _scalar_model(directory: Path, model: ModelSection, device: Device, world: World) -> ScalarModel:

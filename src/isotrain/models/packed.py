@@ -332,13 +332,20 @@ class TokenHead:
 
 class PackedModel(Backbone):
     def __init__(
-        self, causal_lm: PreTrainedModel, attention: str, logits_chunk: int, fused: Fused = NONE_FUSED
+        self,
+        causal_lm: PreTrainedModel,
+        attention: str,
+        logits_chunk: int,
+        fused: Fused = NONE_FUSED,
+        head_float32: bool = False,
     ) -> None:
         super().__init__(causal_lm, attention, fused)
-        self.logits_chunk = logits_chunk
+        self.logits_chunk, self.head_float32 = logits_chunk, head_float32
 
     def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, split: Split | None = None) -> TokenHead:
         weight_VD = self.pretrained.get_output_embeddings().weight
+        if self.head_float32:
+            hidden_ND, weight_VD = hidden_ND.float(), weight_VD.float()
         return TokenHead(hidden_ND, weight_VD, targets_N, self.logits_chunk, split)
 
 

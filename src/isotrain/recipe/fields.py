@@ -178,6 +178,9 @@ def in_words(annotation: Any, plural: bool = False) -> str:
         return tr("a list of {items}", items=in_words(args[0], plural=True))
     if origin is tuple:
         return tr("a list of {count} {items}", count=len(args), items=in_words(args[0], plural=True))
+    if origin is dict and get_origin(args[0]) is Literal:
+        keys = ", ".join(get_args(args[0]))
+        return tr("a section of {values} under {keys}", values=in_words(args[1], plural=True), keys=keys)
     if origin in (Union, types.UnionType):
         return listed([in_words(option, plural) for option in args], " or ")
     return simple[dict][plural]

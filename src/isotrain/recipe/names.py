@@ -49,10 +49,11 @@ _OTHERS = {
     "algorithm.rollout_correction.level": (
         "enable_vllm_is_correction rollout_is vllm_importance_sampling_correction"
     ),
-    "algorithm.rollout_correction.mode": "rollout_rs vllm_importance_sampling_mode",
+    "algorithm.rollout_correction.mode": "vllm_importance_sampling_mode",
     "algorithm.rollout_correction.upper": (
         "rollout_is_threshold vllm_importance_sampling_cap vllm_is_truncated_threshold"
     ),
+    "algorithm.rollout_correction.reject": "rollout_rs rollout_rs_threshold",
     "algorithm.dynamic_sampling.max_attempts": "dynamic_filtering filter_groups.enable max_num_gen_batches",
     "algorithm.overlong.buffer": "overlong_buffer.len",
     "algorithm.overlong.factor": "penalty_factor",

@@ -13,95 +13,17 @@ from isotrain.recipe.environment import (
     EnvironmentRewardSection,
     EnvironmentSection,
 )
-from isotrain.recipe.section import Affects, DefaultFor, Section
+from isotrain.recipe.policy_loss import (
+    Aggregation,
+    KlSection,
+    LossSection,
+    PluginSection,
+    RolloutCorrectionSection,
+)
+from isotrain.recipe.section import Affects, Section
 
 # vLLM silently raises lower temperatures to this one, and the ranks would compute with another.
 COLDEST = 0.01
-
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-class PluginSection(Section):
-    name: str
-    """Name of the entry point in the installed package."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments for the call."""
-
-
-class LossSection(Section):
-    name: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
-    """The policy loss."""
-    clip_ratio_low: float = Field(default=0.2, ge=0)
-    """Lower clip range: the ratio of new to old probability is clipped at `1 - clip_ratio_low`."""
-    clip_ratio_high: float = Field(default=0.2, ge=0)
-    """Upper clip range: the ratio is clipped at `1 + clip_ratio_high`; 0.28 is DAPO's clip-higher."""
-    dual_clip: Annotated[float | None, DefaultFor("openrlhf", None), DefaultFor("trl", None)] = Field(
-        default=3.0, gt=1
-    )
-    """Dual-clip constant c: the loss is capped at `-c * A` where the advantage A < 0; null for no cap."""
-    aggregation: Aggregation | None = None
-    """How token losses are aggregated; by default `token-mean`, for `gspo` `seq-mean-token-mean`."""
-    entropy: float = Field(default=0.0, ge=0)
-    """Coefficient of the entropy bonus."""
-    plugin: PluginSection | None = None
-    """A policy loss from an installed package, in place of `name`."""
-
-    @property
-    def aggregates(self) -> Aggregation:
-        """The aggregation in use, given or by default."""
-        return self.aggregation or ("seq-mean-token-mean" if self.name == "gspo" else "token-mean")
-
-
-class KlSection(Section):
-    place: Literal["off", "reward", "loss"] = "off"
-    """Where the KL penalty against the reference policy is added: nowhere, to the reward, or to the loss."""
-    coefficient: float = Field(default=0.001, ge=0)
-    """Coefficient of the penalty."""
-    estimator: Annotated[Literal["k1", "abs", "k2", "k3"], DefaultFor("reward", "k1")] = "k3"
-    """Estimator of the KL divergence from sampled tokens; the default depends on `place`."""
-    controller: Literal["fixed", "adaptive"] = "fixed"
-    """Keep the coefficient fixed, or adapt it to reach `target` (only with `place: reward`)."""
-    target: float = Field(default=0.1, gt=0)
-    """Target KL divergence of the adaptive controller."""
-    horizon: int = Field(default=10_000, ge=1)
-    """Number of trajectories over which the adaptive coefficient changes by at most 20 %."""
-
-    @model_validator(mode="after")
-    def _only_rewards_adapt(self) -> KlSection:
-        if self.controller == "adaptive" and self.place != "reward":
-            raise ValueError(tr("controller: adaptive needs place: reward: set it, or use controller: fixed"))
-        return self
-
-
-class RolloutCorrectionSection(Section):
-    level: Literal["off", "token", "sequence"] = "off"
-    """Level of the importance weights between rollout engine and trained model: none, token, or sequence."""
-    mode: Literal["truncate", "mask"] = "truncate"
-    """What to do with weights beyond the bounds: truncate them to the bound, or mask the token."""
-    upper: float = Field(default=2.0, gt=0)
-    """Upper bound of the weights."""
-    lower: float | None = Field(default=None, ge=0)
-    """Lower bound; by default none for `truncate`, `1 / upper` for `mask`."""
-
-    @model_validator(mode="after")
-    def _some_weights_are_inside(self) -> RolloutCorrectionSection:
-        if self.lower is not None and self.lower >= self.upper:
-            raise ValueError(
-                tr(
-                    "lower ({lower:g}) must be below upper ({upper:g}): lower it, or raise upper",
-                    lower=self.lower,
-                    upper=self.upper,
-                )
-            )
-        if self.mode == "mask" and self.lower is None and self.upper <= 1:
-            raise ValueError(
-                tr(
-                    "upper ({upper:g}) masks every token with mode: mask, where lower is 1 / upper: raise "
-                    "it above 1, or set lower",
-                    upper=self.upper,
-                )
-            )
-        return self
 
 
 class DynamicSamplingSection(Section):

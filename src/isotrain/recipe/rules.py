@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotrain.language import tr
-from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, RewardSection, RolloutSection
+from isotrain.recipe.online import ClusterSection, OnlineSection, RewardSection, RolloutSection
+from isotrain.recipe.policy_loss import KlSection
 
 # Of vLLM's options, those that change memory and speed, and numbers by their rounding at most. How graphs are
 # captured is part of `compilation_config`.
@@ -31,6 +32,7 @@ def broken_rules(
     batch_size: int,
     max_prompt: int,
     token_budget: int,
+    head_dtype: str,
 ) -> Iterator[str]:
     """One line for each rule that an online recipe breaks, with the keys to change."""
     yield from _sampling(algorithm, rollout, batch_size)
@@ -38,6 +40,12 @@ def broken_rules(
     yield from _controller(algorithm.kl, batch_size * rollout.n)
     yield from _devices(ranks, rollout, cluster)
     yield from _rewards(algorithm, reward)
+    if head_dtype != "model" and rollout.engine == "sglang":
+        yield tr(
+            "model.head_dtype ({dtype}) cannot be used with rollout.engine sglang, whose head computes in "
+            "model.dtype: set engine: vllm or hf, or remove head_dtype",
+            dtype=head_dtype,
+        )
     if reward.environment is not None and rollout.episodes is None:
         yield tr(
             "reward.environment needs one who gives it: set rollout.environment.path, or rollout.agent.path"
@@ -67,14 +75,28 @@ def _sampling(algorithm: OnlineSection, rollout: RolloutSection, batch_size: int
             n=rollout.validation.n,
         )
     cut = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
-    if algorithm.rollout_correction.level == "sequence" and cut:
+    correction = algorithm.rollout_correction
+    of_responses = [
+        *([f"level ({correction.level})"] if correction.level in ("sequence", "geometric") else []),
+        *(f"reject.{name}" for name in correction.reject if name.startswith("seq")),
+    ]
+    if of_responses and cut:
         yield tr(
-            "algorithm.rollout_correction.level (sequence) cannot be used with rollout.{cut} "
+            "algorithm.rollout_correction.{field} cannot be used with rollout.{cut} "
             "({value:g}): the engine normalizes over the kept tokens, the trained model over "
-            "all, so the weights of long responses vanish: set level: token, or sample from all "
-            "tokens",
+            "all, so the weights of long responses vanish: take tokens ({tokens}), or sample "
+            "from all tokens",
+            field=of_responses[0],
             cut=cut,
             value=getattr(rollout, cut),
+            tokens="level: token" if of_responses[0].startswith("level") else "reject: {token_k1: 2.0}",
+        )
+    if correction.bypass_mode and correction.level != "off" and algorithm.loss.name != "reinforce":
+        yield tr(
+            "algorithm.rollout_correction.level ({level}) cannot be used with bypass_mode: the ratio of the "
+            "{loss} loss has the engine's log-probs already: set level: off, or loss.name: reinforce",
+            level=correction.level,
+            loss=algorithm.loss.name,
         )
 
 

@@ -145,6 +145,8 @@ class ModelSection(Section):
     """A local Hugging Face model directory, or a Hub name; `name@revision` is a commit, tag or branch."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type. Trained weights, optimizer state and gradient reduction are always float32."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Compute type of the language-model head, in training and in rollout engines: as `dtype`, or float32."""
     attention: Annotated[Literal["auto", "flash", "sdpa", "padded"], Affects.EXECUTION] = "auto"
     """Attention over packed samples: `flash` kernels, `sdpa` (exact SDPA per sample), or `padded`."""
     fused: Annotated[Literal["auto", "off", "on"], Affects.EXECUTION] = "off"
@@ -406,6 +408,7 @@ class Recipe(Section):
                 batch_size=self.data.batch_size,
                 max_prompt=self.data.max_length,
                 token_budget=self.data.tokens_per_micro_batch,
+                head_dtype=self.model.head_dtype,
             )
             if text := listed(problems, "\n"):
                 raise ValueError(text)

@@ -33,6 +33,7 @@ class EngineArguments:
     name: str
     repeatable: bool = True
     """Responses must be the same from run to run."""
+    head_float32: bool = False
 
     @property
     def seeded(self) -> bool:
@@ -81,6 +82,7 @@ def build_rollout(
     seed: int,
     name: str,
     repeatable: bool = True,
+    head_float32: bool = False,
 ) -> RolloutEngine:
     directory = model_directory(model_path)
     longest = max_prompt + rollout.max_tokens
@@ -91,7 +93,9 @@ def build_rollout(
             f"{longest}, the model has {limit} positions; write {limit - max_prompt} or less"
         )
     return ENGINES[rollout.engine](
-        EngineArguments(rollout, directory, dtype, device, longest, usable, seed, name, repeatable)
+        EngineArguments(
+            rollout, directory, dtype, device, longest, usable, seed, name, repeatable, head_float32
+        )
     )
 
 
@@ -102,13 +106,16 @@ def _vllm(plan: EngineArguments) -> RolloutEngine:
     from isotrain.rollout.vllm import VllmEngine
 
     max_length = plan.room(1)  # scoring a whole sequence, it writes a token after it
+    # What vLLM calls it, and reads in the model's configuration.
+    head = {"head_dtype": "float32"} if plan.head_float32 else {}
+    changes = {**(plan.positions.config_changes or {}), **head}
     return VllmEngine(
         plan.directory,
         max_length=max_length,
         load_format=plan.rollout.load_format,
         seeded=plan.seeded,
         options=plan.rollout.engine_options,
-        **{**plan.server, "seed": plan.engine_seed},
+        **{**plan.server, "seed": plan.engine_seed, "config_changes": changes},
     )
 
 
@@ -128,6 +135,7 @@ def _hf(plan: EngineArguments) -> RolloutEngine:
         plan.directory,
         name=plan.name,
         dtype=plan.dtype,
+        head_float32=plan.head_float32,
         device=plan.device.activate(0),
         update_timeout=plan.rollout.update_timeout,
     )

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -82,6 +83,7 @@ class HfEngine:
         name: str,
         dtype: str,
         device: torch.device,
+        head_float32: bool = False,
         batch: int = 64,
         update_timeout: float = 300.0,
     ) -> None:
@@ -93,6 +95,9 @@ class HfEngine:
             directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
         )
         self._model = cast(Any, model).eval()  # torch's methods are wrapped, and lose their types
+        if head_float32:
+            head = self._model.get_output_embeddings()
+            head.forward = lambda hidden_BLD: F.linear(hidden_BLD.float(), head.weight.float())
         self._vocabulary = vocabulary_size(self._model)
         self._move(device)
 

@@ -102,7 +102,7 @@ class VllmEngine:
         cache_bytes: int = 2 << 30,
         eager: bool = True,
         update_timeout: float = 300.0,
-        config_changes: Mapping[str, int] | None = None,
+        config_changes: Mapping[str, int | str] | None = None,
         load_format: Literal["dummy", "safetensors"] = "safetensors",
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -160,16 +160,24 @@ class VllmEngine:
             )
         except Exception as error:  # of many kinds, from any depth of vLLM
             raise RolloutError(f"{name}: vLLM did not start: {error}") from error
-        self._report_sampled()
+        self._check_logps(wide_head="head_dtype" in (config_changes or {}))
         self._engine = self._llm.llm_engine
         self.at_once = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
-    def _report_sampled(self) -> None:
+    def _check_logps(self, wide_head: bool) -> None:
+        """They must be of the distribution that is sampled, by a head that computes as it was told to."""
         for problem in filter(None, self._llm.collective_rpc("isotrain_report_sampled")):
             raise RolloutError(
                 f"{self.name}: this vLLM cannot report log-probs after temperature, top-k and top-p: "
                 f"{problem}; set rollout.engine: hf"
             )
+        # A vLLM that does not know of the head's type would ignore it.
+        for found in self._llm.collective_rpc("isotrain_head_dtype") if wide_head else ():
+            if found != "torch.float32":
+                raise RolloutError(
+                    f"{self.name}: the head of this vLLM computes in {found or 'the type of the model'}, not "
+                    "in float32; set model.head_dtype: model, or rollout.engine: hf"
+                )
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, more: More = no_more

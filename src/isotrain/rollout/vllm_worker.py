@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -59,6 +60,12 @@ class WeightReceiver:
                 return f"{type(part).__name__} has no logprobs_mode"
             part.logprobs_mode = self.vllm_config.model_config.logprobs_mode
         return ""
+
+    def isotrain_head_dtype(self) -> str:
+        """The type in which logits are computed; empty where the engine has no such choice."""
+        processors = [m for m in self.model_runner.get_model().modules() if isinstance(m, LogitsProcessor)]
+        dtypes = {str(getattr(processor, "head_dtype", "")) for processor in processors}
+        return ", ".join(sorted(dtypes))
 
     def isotrain_update(self, engine: str, update: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Errors are returned, not raised: one worker's would leave the replies of the others unread."""

@@ -48,7 +48,8 @@ def drawn(chance: random.Random) -> dict[str, Any]:
         "loss": {"name": loss, "entropy": chance.choice([0, 0.01]), "clip_ratio_high": 0.28},
         "kl": {"place": place, "coefficient": chance.choice([0.001, 0.05])},
         "rollout_correction": chance.choice([{}, {"level": "token", "upper": 3.0},
-                                             {"level": "token", "mode": "mask", "lower": 0.5, "upper": 4.0}]),
+                                             {"level": "token", "mode": "mask", "lower": 0.5, "upper": 4.0},
+                                             {"bypass_mode": loss in ("clip", "reinforce")}]),
         "dynamic_sampling": {"max_attempts": chance.choice([0, 4])},
         "overlong": chance.choice([{}, {"buffer": 16, "factor": 0.5}]),
     }  # fmt: skip

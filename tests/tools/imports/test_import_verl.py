@@ -20,6 +20,7 @@ from isotrain.tools.imports.source import ImportSourceError, flatten
 SCRIPTS = Path(__file__).parent / "scripts"
 RUNNER = CliRunner()
 ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
 ONLINE = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "data.train_files=gsm8k.parquet",
           "data.val_files=gsm8k-test.parquet", "actor_rollout_ref.rollout.name=vllm")  # fmt: skip
 
@@ -218,7 +219,7 @@ def test_defaults_are_those_of_the_version() -> None:
         ("actor_rollout_ref.actor.loss_agg_mode=token-sum", "actor_rollout_ref.actor.loss_agg_mode"),
         ("data.truncation=ends", "data.truncation"),
         ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n"),
-        ("algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs"),
+        (f"{CORRECTION}.rollout_token_veto_threshold=1e-4", f"{CORRECTION}.rollout_token_veto_threshold"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "actor_rollout_ref.rollout.multi_turn.enable"),
         (f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.fsdp_config.model_dtype"),
         ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.temperature"),
@@ -488,7 +489,7 @@ NOT_THE_SAME = {
     "another program": (TRAINING.replace("verl.trainer.main_ppo", "recipe.prime.main_prime"), "main_prime"),
     "asynchronous program": (
         TRAINING.replace("verl.trainer.main_ppo", "verl.experimental.one_step_off_policy.main_ppo"),
-        "bypass_mode",
+        "rollout.staleness",
     ),
     "engine cache in 8 bits": (f"{TRAINING} +{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8", "kv_"),
     "frozen routers": (
@@ -564,3 +565,36 @@ def test_a_word_that_may_be_any_key_marks_the_fields() -> None:
     result = convert(f"{TRAINING} $EXTRA {EPOCHS}=2".encode(), "verl")
     lines = dict(line.strip().split(":", 1) for line in result.recipe.splitlines() if ":" in line)
     assert "NOT KNOWN: ? may set it" in lines["n"] and "NOT KNOWN" not in lines["ppo_epochs"]
+
+
+@pytest.mark.parametrize(
+    ("names", "threshold", "reject"),
+    [
+        ("seq_mean_k1", "0.8_2.0", {"seq_mean_k1": [0.5, 1.25]}),
+        ("seq_mean_k1", "1.01", {"seq_mean_k1": 1.01}),
+        ("'token_k3,seq_max_k2'", "0.1", {"token_k3": 0.1, "seq_max_k2": 0.1}),
+        ("'seq_sum_k1,token_k3'", "'0.5_2.0,0.01'", {"seq_sum_k1": [0.5, 2.0], "token_k3": 0.01}),
+        ("geometric", "1.001", {"seq_mean_k1": 1.001}),
+        ("geometric", f"1.2 {CORRECTION}.rollout_rs_threshold_lower=0.9", {"seq_mean_k1": [0.9, 1.2]}),
+    ],
+)
+def test_rejections_bound_the_inverse_ratio(names: str, threshold: str, reject: dict[str, Any]) -> None:
+    """verl bounds that of the engine to the trained model where it names the divergence."""
+    threshold, *lower = threshold.split()
+    result = imported(
+        f"{CORRECTION}.rollout_rs={names}", f"{CORRECTION}.rollout_rs_threshold={threshold}", *lower
+    )
+    place = f"{CORRECTION}.reject."
+    written = {name.removeprefix(place): value for name, value in fields(result).items() if place in name}
+    assert written == reject
+    assert refused(result)[f"{CORRECTION}.rollout_rs"], "losses are averaged over other tokens"
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce"])
+def test_bypass_mode_chooses_the_loss(loss: str) -> None:
+    keys = (f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.loss_type={loss}")
+    result = imported(*keys, f"{CORRECTION}.rollout_is=token")
+    written = fields(result)
+    assert result.same_training and written[f"{CORRECTION}.bypass_mode"]
+    expected = ("clip", "off") if loss == "ppo_clip" else ("reinforce", "token")
+    assert (written["algorithm.loss.name"], written[f"{CORRECTION}.level"]) == expected

@@ -165,16 +165,38 @@ def policy_losses(
 
 def correction(section: Any, old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
     """Weights of one trajectory's written tokens."""
-    if section.level == "off":
-        return torch.ones(len(old))
     log_ratio = old - rollout
+    kept = rejection(section.reject, log_ratio)
+    if section.level == "off":
+        return kept
     if section.level == "sequence":
         log_ratio = log_ratio.sum().expand(len(old))
+    if section.level == "geometric":
+        log_ratio = log_ratio.mean().expand(len(old))
     ratio = log_ratio.clamp(-20, 20).exp()
     if section.mode == "truncate":
-        return ratio.clamp(section.lower, section.upper)
+        return kept * ratio.clamp(section.lower, section.upper)
     low = 1 / section.upper if section.lower is None else section.lower
-    return torch.where((ratio < low) | (ratio > section.upper), 0.0, ratio)
+    return kept * torch.where((ratio < low) | (ratio > section.upper), 0.0, ratio)
+
+
+def rejection(reject: dict[str, Any], log_ratio: torch.Tensor) -> torch.Tensor:
+    """1 for tokens that are kept, token by token and bound by bound."""
+    kept = torch.ones(len(log_ratio))
+    for name, bound in reject.items():
+        low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
+        for token, own in enumerate(log_ratio.tolist()):
+            values = [own] if name.startswith("token") else log_ratio.tolist()
+            if name.endswith("k1"):
+                # A ratio of probabilities, of their products or of their geometric means.
+                outside = not low <= math.exp(sum(values) / (len(values) if "mean" in name else 1)) <= high
+            else:
+                distances = [v * v / 2 if name.endswith("k2") else math.exp(v) - v - 1 for v in values]
+                whole = max(distances) if "max" in name else sum(distances)
+                outside = whole / (len(values) if "mean" in name else 1) > bound
+            if outside:
+                kept[token] = 0
+    return kept
 
 
 def value_losses(

@@ -87,7 +87,22 @@ LOSSES: dict[str, dict[str, Any]] = {
         "rollout_correction": {"level": "token", "mode": "mask", "upper": 1.5},
         "kl": {"place": "loss", "estimator": "abs"},
     },
-}
+    "geometric means, single tokens left out": {
+        "rollout_correction": {
+            "level": "geometric", "upper": 1.1, "reject": {"token_k1": [0.4, 2.0], "token_k3": 0.2}
+        },
+    },
+    "whole responses rejected": {
+        "rollout_correction": {"level": "token", "reject": {"seq_mean_k1": 1.2, "seq_max_k2": 1.5}}
+    },
+    "the engine's log-probs are the old ones": {"rollout_correction": {"bypass_mode": True}},
+    "the engine's, with weights and rejection": {
+        "loss": {"name": "reinforce"},
+        "rollout_correction": {
+            "bypass_mode": True, "level": "token", "upper": 1.3, "reject": {"seq_sum_k3": 2.0}
+        },
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +155,11 @@ def check(step: Step, causal: Any, values: Tensors | None = None) -> list[list[f
     advantages, returns = formulas.advantages(algorithm, scores, penalties, known, GREEDY, N_SAMPLES)
     check_tokens(step.found("advantages_N"), advantages)
     rewards = [score - sum(own) for score, own in zip(scores, penalties, strict=True)]
-    check_metrics(step, rewards, [a for own in advantages for a in own], torch.cat(old), torch.cat(sampled))
+    # Without old log-probs, only the first update has those of the weights that sampled.
+    bypass = algorithm.rollout_correction.bypass_mode
+    measured = mini_batches(step)[0] if bypass else range(len(FLAT))
+    before, engine = (torch.cat([own[i] for i in measured]) for own in (old, sampled))
+    check_metrics(step, rewards, [a for own in advantages for a in own], before, engine)
     tensors = [torch.tensor(own) for own in advantages]
     check_policy(step, causal, tensors, old, ref, sampled)
     return returns
@@ -201,8 +220,11 @@ def check_policy(
     how = loss.aggregation or ("seq-mean-token-mean" if loss.name == "gspo" else "token-mean")
     for (weights, result), mini in zip(step.policy, mini_batches(step), strict=True):
         logps, entropies = formulas.ask_policy(causal, weights, FLAT, temperature)
-        told = [formulas.policy_losses(loss, logps[i], old[i], advantages[i]) for i in mini]
-        factors = [formulas.correction(algorithm.rollout_correction, old[i], sampled[i]) for i in mini]
+        before, corrected = old, old
+        if algorithm.rollout_correction.bypass_mode:
+            before, corrected = sampled, [logp.detach() for logp in logps]
+        told = [formulas.policy_losses(loss, logps[i], before[i], advantages[i]) for i in mini]
+        factors = [formulas.correction(algorithm.rollout_correction, corrected[i], sampled[i]) for i in mini]
         weighted = [own * factor for (own, *_), factor in zip(told, factors, strict=True)]
         policy = formulas.aggregate(how, weighted, MAX_TOKENS)
         entropy = formulas.aggregate(how, [entropies[i] for i in mini], MAX_TOKENS)
@@ -212,7 +234,7 @@ def check_policy(
             "actor/entropy": entropy,
             "actor/pg_clipfrac": torch.cat([held for _, held, _ in told]).mean(),
             "actor/pg_clipfrac_lower": torch.cat([dual for _, _, dual in told]).mean(),
-            "actor/ppo_kl": torch.cat([old[i] - logps[i] for i in mini]).mean(),
+            "actor/ppo_kl": torch.cat([before[i] - logps[i] for i in mini]).mean(),
         }
         if kl.place == "loss":
             own = [formulas.divergence(kl.estimator, logps[i], ref[i]) for i in mini]

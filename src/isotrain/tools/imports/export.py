@@ -203,6 +203,18 @@ def _losses(algorithm: Online) -> dict[str, Any]:
         values["algorithm.rollout_correction.rollout_is_threshold"] = (
             f"{1 / high if low is None else low}_{high}" if masked else high
         )
+    if correction.reject:
+        values["algorithm.rollout_correction.rollout_rs"] = ",".join(correction.reject)
+        # verl bounds the inverse ratio.
+        values["algorithm.rollout_correction.rollout_rs_threshold"] = ",".join(
+            f"{1 / bound[1]}_{1 / bound[0]}" if isinstance(bound, tuple) else str(bound)
+            for bound in correction.reject.values()
+        )
+    if correction.bypass_mode:
+        values["algorithm.rollout_correction.bypass_mode"] = True
+        values["algorithm.rollout_correction.loss_type"] = (
+            "reinforce" if loss.name == "reinforce" else "ppo_clip"
+        )
     if algorithm.dynamic_sampling.max_attempts:
         values["algorithm.filter_groups.enable"] = True
         values["algorithm.filter_groups.metric"] = "seq_reward"

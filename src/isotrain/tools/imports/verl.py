@@ -79,8 +79,7 @@ def program(d: Draft) -> None:
         why = d.table.exact["async_training.staleness_threshold"].why
         d.refuse("program", f"{shown(name)}: {why}")
         if not d.given("algorithm.rollout_correction.bypass_mode"):
-            why = "on by default there; isotrain always computes old log-probs with the trained model"
-            d.refuse("algorithm.rollout_correction.bypass_mode", why)
+            d.put("algorithm.rollout_correction.bypass_mode", True, note="on by default there")
     if not own_config(d):
         file = d.value("--config-name") or d.value("--config-path") or d.value("--config-dir")
         text = f"the configuration {shown(str(file), 60)}"
@@ -123,7 +122,9 @@ def unused(d: Draft) -> list[Off]:
     loss_name = d.written("algorithm.loss.name", "clip")
     shaped = any(d.flag(f"{place}.overlong_buffer{end}.enable") for place in OVERLONG for end in ("", "_cfg"))
     function = any(d.value(f"{place}custom_reward_function.path") for place in ("", "reward."))
-    uncorrected = d.written("algorithm.rollout_correction.level", "off") == "off"
+    correction = "algorithm.rollout_correction"
+    uncorrected = d.written(f"{correction}.level", "off") == "off"
+    bypass = d.written(f"{correction}.bypass_mode", False)
     fixed_kl = d.text("algorithm.kl_ctrl.type", "fixed") == "fixed"
     overlong = f"{{{','.join(OVERLONG)}}}.{{overlong_buffer,max_resp_len}}"
     return [
@@ -139,7 +140,9 @@ def unused(d: Draft) -> list[Off]:
         (own_config(d), "--config-", "verl's own configuration, whose defaults are known"),
         (not shaped, overlong, "its switch enable is off"),
         (not d.whole(f"{M}.lora_rank", 0, 0), f"{M}.lora_alpha {M}.target_modules", "lora_rank is 0"),
-        (uncorrected, "algorithm.rollout_correction.rollout_is_threshold", "rollout_is is off"),
+        (uncorrected, f"{correction}.rollout_is_threshold", "rollout_is is off"),
+        (not d.value(f"{correction}.rollout_rs"), f"{correction}.rollout_rs_threshold", "rollout_rs is off"),
+        (not bypass, f"{correction}.loss_type", "bypass_mode is off"),
         (
             not function,
             "{reward.custom_reward_function,custom_reward_function}.name",

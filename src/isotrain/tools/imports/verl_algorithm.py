@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
+from isotrain.recipe.policy_loss import Rejection
 from isotrain.tools.imports.draft import Draft
 from isotrain.tools.imports.hydra import shown
 from isotrain.tools.imports.keys import as_number, as_whole, expanded, number
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-REF, OPTIM = "actor_rollout_ref.ref", f"{A}.optim"
+REF, OPTIM, C = "actor_rollout_ref.ref", f"{A}.optim", "algorithm.rollout_correction"
 
 ESTIMATORS = {
     "gae": "ppo",
@@ -25,6 +26,8 @@ NEAREST = {
 }
 LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+# What verl called them before it named the divergence.
+EARLIER_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 GROUPED = ("grpo", "rloo", "reinforce++-baseline")
 # Keys of the critic for which isotrain takes the policy's value.
 CRITIC_SHARES = expanded("""
@@ -92,6 +95,10 @@ def loss(d: Draft) -> None:
     mode = d.text(key, "vanilla")
     if d.flag(f"{A}.use_gpg_loss"):
         mode, key = "gpg", f"{A}.use_gpg_loss"
+    if d.flag(f"{C}.bypass_mode"):
+        # It replaces the policy loss by one of its own.
+        key = f"{C}.loss_type"
+        mode = {"ppo_clip": "vanilla", "reinforce": "gpg"}.get(d.text(key, "ppo_clip"), d.text(key))
     if mode not in LOSSES:
         d.refuse(
             key,
@@ -180,30 +187,74 @@ def kl(d: Draft) -> None:
 
 
 def correction(d: Draft) -> None:
-    section = "algorithm.rollout_correction"
-    level, cap = d.value(f"{section}.rollout_is"), d.number(f"{A}.tis_imp_ratio_cap", -1)
+    """Importance weights, rejection, and old log-probs of the engine."""
+    bypass = d.flag(f"{C}.bypass_mode")
+    d.put(f"{C}.bypass_mode", bypass, f"{C}.bypass_mode")
+    if bypass and d.written("algorithm.loss.name", "clip") != "reinforce":
+        d.put(
+            f"{C}.level", "off", f"{C}.rollout_is", note="with bypass_mode verl's clipped loss has no weights"
+        )
+    else:
+        _weights(d)
+    _rejection(d)
+
+
+def _weights(d: Draft) -> None:
+    level, cap = d.value(f"{C}.rollout_is"), d.number(f"{A}.tis_imp_ratio_cap", -1)
     if cap is not None and cap > 0:
-        d.put(f"{section}.level", "token", f"{A}.tis_imp_ratio_cap")
-        d.put(f"{section}.upper", cap, f"{A}.tis_imp_ratio_cap")
+        d.put(f"{C}.level", "token", f"{A}.tis_imp_ratio_cap")
+        d.put(f"{C}.upper", cap, f"{A}.tis_imp_ratio_cap")
         return
     if level in (None, "null", "off"):
-        d.put(f"{section}.level", "off", f"{section}.rollout_is")
+        d.put(f"{C}.level", "off", f"{C}.rollout_is")
         return
     if level not in ("token", "sequence"):
-        d.refuse(f"{section}.rollout_is", f"{shown(str(level), 20)} is no level: use token or sequence")
+        d.refuse(f"{C}.rollout_is", f"{shown(str(level), 20)} is no level: use token or sequence")
         return
-    threshold = f"{section}.rollout_is_threshold"
-    bound = d.value(threshold)
-    low, _, high = str(bound).rpartition("_")
-    d.put(f"{section}.level", level, f"{section}.rollout_is")
-    if as_number(bound) is not None:
-        d.put(f"{section}.upper", number(bound), threshold)
-    elif as_number(low) is not None and as_number(high) is not None:
-        d.put(f"{section}.mode", "mask", threshold, note="IcePop")
-        d.put(f"{section}.lower", number(low), threshold)
-        d.put(f"{section}.upper", number(high), threshold)
-    else:
+    threshold = f"{C}.rollout_is_threshold"
+    d.put(f"{C}.level", level, f"{C}.rollout_is")
+    low, high = _bounds(d.value(threshold))
+    if high is None:
         d.refuse(threshold, "expected one bound, or low_high")
+        return
+    if low is not None:
+        d.put(f"{C}.mode", "mask", threshold, note="IcePop")
+        d.put(f"{C}.lower", low, threshold)
+    d.put(f"{C}.upper", high, threshold)
+
+
+def _rejection(d: Draft) -> None:
+    key, threshold = f"{C}.rollout_rs", f"{C}.rollout_rs_threshold"
+    if d.value(key) in (None, "null", ""):
+        return
+    named = [name.strip() for name in d.text(key).split(",") if name.strip()]
+    names = [EARLIER_REJECTIONS.get(name, name) for name in named]
+    unknown = [name for name in names if name not in get_args(Rejection)]
+    limits = [_bounds(part) for part in str(d.value(threshold)).split(",") if part.strip()]
+    if len(limits) == 1:
+        limits *= len(names)
+    if unknown or len(limits) != len(names) or any(high is None for _, high in limits):
+        wrong, what = (key, unknown[0]) if unknown else (threshold, str(d.value(threshold)))
+        d.refuse(wrong, f"{shown(what, 30)} is no rejection of isotrain: set {C}.reject yourself")
+        return
+    reject: dict[str, Any] = {}
+    for name, given, (low, high) in zip(names, named, limits, strict=True):
+        assert high is not None
+        low = d.number(f"{C}.rollout_rs_threshold_lower", low) if given in EARLIER_REJECTIONS else low
+        # verl bounds the ratio of the engine to the trained model in newer versions; isotrain its inverse.
+        inverse = low is not None and low > 0 and given not in EARLIER_REJECTIONS
+        pair = [float(f"{1 / bound:.12g}") for bound in (high, low)] if inverse and low else [low, high]
+        reject[name] = high if low is None else pair
+    d.put(f"{C}.reject", reject, key, threshold, note="of the ratio of the trained model to the engine")
+    d.refuse(key, "verl averages losses over the tokens that are left, isotrain over all, rejected ones as 0")
+
+
+def _bounds(value: Any) -> tuple[float | None, float | None]:
+    """Of `high` or `low_high`; no upper bound where it is neither."""
+    low, _, high = str(value).strip().rpartition("_")
+    if low and (as_number(low) is None or as_number(high) is None):
+        return None, None
+    return (number(low) if low else None), (number(high) if as_number(high) is not None else None)
 
 
 def dapo(d: Draft) -> None:

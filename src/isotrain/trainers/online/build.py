@@ -15,7 +15,8 @@ from isotrain.data.store import SampleStore
 from isotrain.engine.optimizer import Schedule, make_schedule
 from isotrain.models.config import vocabulary_size
 from isotrain.models.load import model_directory, read_config
-from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection
+from isotrain.recipe.online import ClusterSection, OnlineSection, PpoSection
+from isotrain.recipe.policy_loss import KlSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN, VALIDATION, total_steps

@@ -37,16 +37,14 @@ from isotrain.plugins import Plugin, find_plugin
 from isotrain.recipe.online import (
     CriticSection,
     GrpoSection,
-    LossSection,
     Online,
-    PluginSection,
     PpoSection,
     ProcessRewardSection,
     ReinforcePlusPlusSection,
     RemaxSection,
     RewardSection,
-    RolloutCorrectionSection,
 )
+from isotrain.recipe.policy_loss import LossSection, PluginSection, RolloutCorrectionSection
 from isotrain.recipe.schema import ModelSection, Recipe
 from isotrain.trainers.online.reward_models import (
     AGGREGATIONS,
@@ -145,6 +143,7 @@ def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
         kl_place=kl.place,
         kl_estimator=kl.estimator,
         correction=_correction_options(algorithm.rollout_correction),
+        bypass=algorithm.rollout_correction.bypass_mode,
     )
 
 
@@ -156,13 +155,14 @@ def _loss_options(loss: LossSection) -> dict[str, Any]:
 
 
 def _correction_options(rollout_correction: RolloutCorrectionSection) -> dict[str, Any] | None:
-    if rollout_correction.level == "off":
+    if rollout_correction.level == "off" and not rollout_correction.reject:
         return None
     return {
         "level": rollout_correction.level,
         "mode": rollout_correction.mode,
         "upper": rollout_correction.upper,
         "lower": rollout_correction.lower,
+        "reject": rollout_correction.bounds,
     }
 
 

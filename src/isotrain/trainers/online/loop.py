@@ -248,7 +248,8 @@ class OnlineTrainer:
         warming = isinstance(algorithm, PpoSection) and step <= algorithm.critic.warmup_steps
         kl_in_reward = algorithm.kl.place == "reward"
         # Where a step has more than one update, the old policy is not the one that is updated.
-        old_logps = algorithm.updates_per_step(self.data.batch_size) > 1 or kl_in_reward or warming
+        several = algorithm.updates_per_step(self.data.batch_size) > 1
+        old_logps = (several and not algorithm.rollout_correction.bypass_mode) or kl_in_reward or warming
         kl_E, mean_kl = np.zeros_like(scores_E), 0.0
         if kl_in_reward:
             penalties = self._one_per_group(ranks.call(PolicyRank.prepare, old_logps))

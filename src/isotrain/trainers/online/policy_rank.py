@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from isotrain.algorithms import mismatch as mismatches
-from isotrain.algorithms.mismatch import Mismatch
+from isotrain.algorithms.mismatch import NOT_MEASURED, Mismatch
 from isotrain.cluster.objects import fetch
 from isotrain.data.packing import pack_trajectories
 from isotrain.data.record import Recorded, step_file, write_trajectories
@@ -282,16 +282,22 @@ class PolicyRank:
         return update_means(results, "critic") | {"critic/lr": lr}
 
     def _update_policy(self, lr: float, kl_coefficient: float) -> dict[str, float]:
-        settings = self.settings
-        results = [
-            self.policy.update(
-                [(m.batch.packed, policy_objective(m, totals, settings, kl_coefficient)) for m in mini], lr
-            )
-            for _ in range(settings.ppo_epochs)
-            for mini, totals in zip(self.minis, self.totals, strict=True)
-        ]
+        settings, results = self.settings, []
+        for _ in range(settings.ppo_epochs):
+            for mini, totals in zip(self.minis, self.totals, strict=True):
+                batches = [
+                    (m.batch.packed, policy_objective(m, totals, settings, kl_coefficient)) for m in mini
+                ]
+                results.append(self.policy.update(batches, lr))
+                self._measure_no_more()
         self.device.synchronize()
         return update_means(results, "actor") | {"actor/lr": lr}
+
+    def _measure_no_more(self) -> None:
+        """Without old log-probs, only the first update computes those of the weights that sampled."""
+        for micro in self.micros:
+            if micro.mismatch is None and micro.old_logp_N is None:
+                micro.mismatch = NOT_MEASURED
 
     def _mismatch(self) -> Mismatch:
         """As the first update has seen it; from the old log-probs in a step without one."""

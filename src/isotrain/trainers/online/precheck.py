@@ -151,7 +151,7 @@ def _warnings(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
         )
     if rollout.generates and rollout.engine == "sglang":
         warnings.append("rollout.engine: sglang has run on CPUs only, on no accelerator yet")
-    if rollout.staleness and algorithm.rollout_correction.level == "off":
+    if rollout.staleness and not algorithm.rollout_correction.is_on:
         warnings.append(
             f"rollout.staleness is {rollout.staleness} without a correction for old responses; "
             "set algorithm.rollout_correction.level=token"

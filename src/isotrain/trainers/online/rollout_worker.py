@@ -64,6 +64,7 @@ class RolloutWorker:
             seed=recipe.seed,
             name=self.name,
             repeatable=recipe.device.determinism != "off" or recipe.rollout.record,
+            head_float32=recipe.model.head_dtype == "float32",
         )
 
     def _longest_prompt(self) -> int:

@@ -40,6 +40,8 @@ class UpdateSettings:
     kl_place: str
     kl_estimator: str
     correction: dict[str, Any] | None
+    bypass: bool
+    """Whether the engine's log-probs are the old ones."""
 
 
 @dataclass(frozen=True)
@@ -231,11 +233,14 @@ def policy_objective(
         old_logp_N = logp_N.detach() if micro.old_logp_N is None else micro.old_logp_N
         if micro.mismatch is None:
             micro.mismatch = policy_mismatch(micro, old_logp_N)
+        corrected_N = old_logp_N
+        if settings.bypass:
+            corrected_N, old_logp_N = logp_N.detach(), micro.batch.rollout_logp_N
         metrics: dict[str, torch.Tensor] = {}
         weights_N = None
         if settings.correction is not None:
             weights_N, metrics = rollout_correction(
-                old_logp_N, micro.batch.rollout_logp_N, share, **settings.correction
+                corrected_N, micro.batch.rollout_logp_N, share, **settings.correction
             )
         assert micro.advantages_N is not None
         loss, term_metrics = settings.loss(
