@@ -17,7 +17,7 @@ def log(path: Path, shift: float = 0.0, steps: int = 30) -> Path:
     """A verl console log."""
     lines = [
         f"(TaskRunner pid=7) step:{step} - actor/pg_loss:{0.5 / step + shift} - "
-        f"critic/rewards/mean:{step / 40} - perf/throughput:{1000 * (1 + shift)}"
+        f"critic/rewards/mean:{step / 40} - actor/grad_norm:{1 / step} - perf/throughput:{1000 * (1 + shift)}"
         for step in range(1, steps + 1)
     ]
     path.write_text("\n".join(lines) + "\n")

@@ -61,7 +61,7 @@ def version_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         for section in (".".join(parts[:depth]) for depth in range(1, len(parts))):
             meaningless |= {f"{section}: (absent) -> null", f"{section}: null -> (absent)"}
         default = leaf.info.get_default(call_default_factory=True)
-        if default is None or isinstance(default, bool | int | float | str):
+        if default is None or default == {} or isinstance(default, bool | int | float | str):
             shown = _shown(default)
             meaningless |= {f"{leaf.path}: (absent) -> {shown}", f"{leaf.path}: {shown} -> (absent)"}
     return [line for line in changes(before, after) if line not in meaningless]

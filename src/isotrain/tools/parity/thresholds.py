@@ -82,6 +82,10 @@ FLOOR = 1e-3
 """Curves on the same data mean another computation only if they differ by more than this share of their
 mean size. Below, rounding of narrow types can have a sign too: then an envelope decides."""
 
+FIRST_STEP = 0.1
+"""Gradient norm and entropy of the first step, which both runs begin with the same weights, mean another
+computation beyond this share. Honest bfloat16 pairs reached 0.0007; later steps drift."""
+
 MEMBER_SLACK = 4.0
 """With an envelope: how many times as far from 1 as its worst member's a correlation may be, if that is
 further than `DIFFERENT_CORRELATION`; the same for shares."""

@@ -137,8 +137,9 @@ def judge(comparison: Comparison, outcome: Outcome, levels_run: Iterable[Level])
     verdict = "different" if inputs or broken or flat else _computation(levels)
     if verdict == "same" and comparison.not_numbers:
         verdict = "inconclusive"
-    # Dumps of single steps have no curves: they answer for the computation alone.
-    question: Question = "outcome" if comparison.has_curves else "computation"
+    # Dumps of single steps have no curves, and rewards of replayed responses are equal by themselves.
+    told_by_curves = comparison.has_curves and not comparison.replays
+    question: Question = "outcome" if told_by_curves else "computation"
     return Verdict(outcome, Computation(verdict, levels, inputs, (*broken, *flat)), comparison, question)
 
 
@@ -186,6 +187,8 @@ def computation_words(verdict: Verdict) -> str:
 def outcome_reason(verdict: Verdict) -> str:
     """What keeps it from being equivalent comes first; where it is different anyway, last."""
     objections = [_sentence(words) for words in _objection_words(verdict)]
+    if verdict.comparison.replays:
+        objections.append(tr("Responses were replayed: rewards are equal whatever the candidate computes."))
     found = listed((_difference_found(verdict), *_alone(verdict)), " ")
     parts = [found, *objections] if verdict.outcome.verdict == "different" else [*objections, found]
     return listed(parts, " ")

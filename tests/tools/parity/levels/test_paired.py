@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from known_curves import falling, noisy, run_of
 
 from isotrain.tools.parity.compare.comparison import compare
+from isotrain.tools.parity.compare.outcome import outcome_of
 from isotrain.tools.parity.levels.level import Level
 from isotrain.tools.parity.levels.paired import paired_level
+from isotrain.tools.parity.run import RunLog, Series
+from isotrain.tools.parity.verdict import judge
 
 REFERENCE = falling()
 
@@ -95,3 +100,44 @@ def test_cannot_tell_where_rounding_alone_pulls_runs_apart() -> None:
     assert paired_level(comparison, members).state == "cannot tell"
     calm = [run_of(loss=noisy(REFERENCE, 1e-6, seed)) for seed in range(3)]
     assert paired_level(comparison, calm).state == "different"
+
+
+def replayed(**candidate: np.ndarray) -> tuple[Level, str]:
+    """The level of a run with the rewards and the policy loss of the responses, and its pair's question."""
+    curves = {
+        "critic/score/mean": 1 - REFERENCE / 5,
+        "actor/pg_loss": 0.01 * falling(seed=1),
+        "actor/grad_norm": falling(seed=2),
+        "actor/entropy": falling(seed=3),
+    }
+    names = {name.rpartition("/")[2]: name for name in curves}
+    changed = curves | {names[name]: values for name, values in candidate.items()}
+    runs = [
+        RunLog(
+            Path(name),
+            "test",
+            {metric: Series(np.arange(1, 81), values) for metric, values in metrics.items()},
+            recipe={"rollout": {"replay": replay}},
+        )
+        for name, metrics, replay in (("a", curves, None), ("b", changed, "a"))
+    ]
+    comparison = compare(*runs, allow=["recipe"])
+    found = paired_level(comparison)
+    return found, judge(comparison, outcome_of(comparison, "paired"), [found]).question
+
+
+def test_rewards_of_replayed_responses_say_nothing_of_the_computation() -> None:
+    """What each step computes does: 30 % more gradient, with rewards and losses that are equal."""
+    gradient, entropy = falling(seed=2), falling(seed=3)
+    same, question = replayed(grad_norm=noisy(gradient, 1e-6, 2), entropy=noisy(entropy, 1e-6, 1))
+    assert same.state == "same" and question == "computation"
+    larger, _ = replayed(grad_norm=1.3 * gradient)
+    assert larger.state == "different" and larger.words == "actor/grad_norm is +30 % at the first step"
+    rounded, _ = replayed(grad_norm=1.005 * gradient)
+    assert rounded.state == "cannot tell", "narrow types may round with a sign"
+
+
+def test_replayed_runs_without_what_a_step_computes_cannot_be_told() -> None:
+    metrics = {"critic/score/mean": Series(np.arange(1, 81), 1 - REFERENCE / 5)}
+    bare = [RunLog(Path(name), "test", metrics) for name in "ab"]
+    assert paired_level(compare(*bare)).state == "cannot tell"

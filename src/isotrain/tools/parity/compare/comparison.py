@@ -190,6 +190,11 @@ class Comparison:
         ]
 
     @property
+    def replays(self) -> bool:
+        """Whether one run trained on the responses of the other, and earned none of its rewards."""
+        return _replays(self.reference) or _replays(self.candidate)
+
+    @property
     def has_curves(self) -> bool:
         """Dumps of single steps have none."""
         return bool(self.reference.metrics or self.candidate.metrics)
@@ -234,7 +239,7 @@ def compare(
         )
     input_differences = list(differences(reference, candidate))
     not_numbers = [value for metric in chosen if (value := _not_a_number(metric, reference, candidate))]
-    aligned = {metric: _aligned(metric, reference, candidate) for metric in chosen}
+    aligned = {metric: align(metric, reference, candidate) for metric in chosen}
     curves = {
         metric: apart(curve.steps_S, curve.reference_S, curve.candidate_S)
         for metric, curve in aligned.items()
@@ -281,7 +286,7 @@ def _not_a_number(metric: str, reference: RunLog, candidate: RunLog) -> NotANumb
     return None if starts == [None, None] else NotANumber(metric, *starts)
 
 
-def _aligned(metric: str, reference: RunLog, candidate: RunLog) -> Aligned:
+def align(metric: str, reference: RunLog, candidate: RunLog) -> Aligned:
     a, b = reference.metrics[metric], candidate.metrics[metric]
     steps_S, (reference_S, candidate_S) = common([a, b])
     bad_S = ~(np.isfinite(reference_S) & np.isfinite(candidate_S))

@@ -39,7 +39,11 @@ WATCHED = {
     "length": Watched(
         re.compile(r"(^|/)(response_length(/mean|_mean)?|completions?/mean_length|completion_length)$"), 1.0
     ),
-    "kl": Watched(re.compile(r"(^|/)(ppo_kl|approx_kl|kl_loss|kl|reward_kl_penalty)(_mean|/mean)?$"), 1e-3),
+    # That between engine and trained model is rounding.
+    "kl": Watched(
+        re.compile(r"^(?!rollout_corr/)(.*/)?(ppo_kl|approx_kl|kl_loss|kl|reward_kl_penalty)(_mean|/mean)?$"),
+        1e-3,
+    ),
     "entropy": Watched(re.compile(r"(^|/)(policy_)?entropy(_loss)?(_mean|/mean)?$"), 1e-2),
     "grad_norm": Watched(re.compile(r"(^|[/_])grad_norm(/mean)?$"), 0.0),
     "clip": Watched(

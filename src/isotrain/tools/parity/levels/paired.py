@@ -9,13 +9,20 @@ import numpy as np
 
 from isotrain.language import tr
 from isotrain.tools.parity import thresholds
-from isotrain.tools.parity.compare.comparison import Comparison
+from isotrain.tools.parity.compare.comparison import Aligned, Comparison, align
 from isotrain.tools.parity.compare.noise import WINDOWS, alarm_shares, window_means
+from isotrain.tools.parity.compare.objections import WATCHED
+from isotrain.tools.parity.compare.published import kind_of
 from isotrain.tools.parity.compare.statistics import Apart, apart
 from isotrain.tools.parity.levels.level import Check, Level, State, not_run
 from isotrain.tools.parity.run import RunLog, common
 
+# A hostile log may have any number of metrics.
+_MOST_COMPUTED = 8
 _ONE_SIGN = tr("the update: learning rate, optimizer or gradient scaling")
+_COMPUTED = ("grad_norm", "entropy")
+"""What each step computes, whatever the responses: rewards of replayed responses are equal by themselves, and
+so is the policy loss where a step has one update."""
 _FROM_THE_START = tr("the loss itself: its mask, its scale or the model's layers, wrong from the first step")
 
 
@@ -49,9 +56,42 @@ def paired_level(comparison: Comparison, members: Sequence[RunLog] = ()) -> Leve
         first = apart_names[0]
         words, causes = _parting(first, comparison.curves[first], limits[first], signed[first])
         return Level("P2", "different", words, checks, causes, {"apart": apart_names})
+    computed = _computed(comparison)
+    for name, curve in computed.items():
+        if (change := _change_of_first(curve)) is not None and abs(change) > thresholds.FIRST_STEP:
+            words = tr("{metric} is {percent:+.0f} % at the first step", metric=name, percent=100 * change)
+            return Level("P2", "different", words, checks, (_FROM_THE_START,), {"apart": [name]})
+    curves = dict(comparison.curves)
+    for name, curve in computed.items():
+        curves[name] = apart(curve.steps_S, curve.reference_S, curve.candidate_S)
+        states[name] = _by_curve(curves[name])
+    if not computed and any(kind_of(name) == "reward" for name in curves):
+        words = tr("the curves follow from the responses; gradient norm and entropy are not in both runs")
+        return Level("P2", "cannot tell", words, checks)
     state: State = "cannot tell" if "cannot tell" in states.values() else "same"
-    worst = max(comparison.curves, key=lambda name: comparison.curves[name].share_of_flat or 0.0)
-    return Level("P2", state, _together(worst, comparison.curves[worst], state), checks)
+    worst = max(curves, key=lambda name: curves[name].share_of_flat or 0.0)
+    return Level("P2", state, _together(worst, curves[worst], state), checks)
+
+
+def _computed(comparison: Comparison) -> dict[str, Aligned]:
+    reference, candidate = comparison.reference, comparison.candidate
+    names = [
+        name
+        for name in reference.metrics
+        if name in candidate.metrics
+        and name not in comparison.curves
+        and any(WATCHED[kind].name.search(name) for kind in _COMPUTED)
+    ]
+    aligned = {name: align(name, reference, candidate) for name in names[:_MOST_COMPUTED]}
+    # All zeros are no evidence: a run without gradients.
+    return {name: curve for name, curve in aligned.items() if len(curve.steps_S) and curve.reference_S.any()}
+
+
+def _change_of_first(curve: Aligned) -> float | None:
+    """Relative, of a step that both began with the same weights."""
+    if curve.steps_S[0] > 1 or not curve.reference_S[0]:
+        return None
+    return float(curve.candidate_S[0] / curve.reference_S[0] - 1)
 
 
 @dataclass(frozen=True)
@@ -103,6 +143,13 @@ def _state(apart_by: Apart, limits: _PairedLimits, signed: _Signed) -> State:
     # Where a curve hardly changes, honest rounding is a large part of its changes.
     if apart_by.mean_absolute > signed.floor and (correlation < limits.correlation or share > limits.share):
         return "different"
+    return _by_curve(apart_by)
+
+
+def _by_curve(apart_by: Apart) -> State:
+    correlation, share = apart_by.change_correlation, apart_by.share_of_flat
+    if correlation is None or share is None:
+        return "cannot tell" if apart_by.mean_absolute else "same"
     alike = correlation >= thresholds.SAME_CORRELATION and share <= thresholds.SAME_SHARE
     return "same" if alike else "cannot tell"
 
