@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,17 +129,26 @@ def truth(
     out: Annotated[
         Path | None, Option(metavar="DIR", help="Run directory of the truth; by default RUN/truth.")
     ] = None,
+    routes: Annotated[
+        Path | None,
+        Option(
+            metavar="OTHER", help="Send tokens to the experts of this run; then the default is OTHER/truth."
+        ),
+    ] = None,
     plan: Annotated[bool, Option("--plan", help="Only print the memory and disk that it needs.")] = False,
 ) -> None:
     """Repeat the first recorded step of a run in float64 on this host, and record its layers.
 
     Casts to narrower types inside the model are widened, so every operator computes in float64. One layer
     and the head are in float64 at a time. With an online recipe, log-probs and values from before the update
-    stay as the run computes them. With device.mesh there is nothing to compare with.
+    stay as the run computes them. With device.mesh there is nothing to compare with. Tokens of a mixture go
+    to the experts that the run, or with --routes another run of its recipe, has sent them to.
 
     Examples:
 
         isotrain parity truth runs/here
+
+        isotrain parity truth runs/here --routes runs/there
 
         isotrain parity truth runs/here --plan
     """
@@ -148,8 +158,9 @@ def truth(
     if plan:
         typer.echo(_memory_plan(recipe))
         return
-    out = out or run / "truth"
+    out = out or (routes or run) / "truth"
     after = recipe.observe.layer_trace_after
+    _force_routes(routes or run, after + 1, out)
     if after:
         from isotrain.engine.checkpoint.resume_point import copy_checkpoint
 
@@ -171,6 +182,17 @@ _IN_FLOAT64 = (
     *("observe.truth=true", "observe.layer_trace=1", "observe.operators=false", "observe.loggers=[]"),
 )
 """The weights as the optimizer has them, and layer by layer; the probe widens what they compute."""
+
+
+def _force_routes(run: Path, step: int, out: Path) -> None:
+    """Put the trace that has them where the truth looks for them."""
+    from isotrain.tools.probes.routes import FORCED
+
+    trace = RunDirectory(run).layer_trace / f"step-{step:06d}-rank-00000.safetensors"
+    if not trace.is_file():
+        raise DataError(f"{run} has no {trace.name} in its layer trace; train it with observe.layer_trace=1")
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(trace, out / FORCED)
 
 
 def _memory_plan(recipe: Recipe) -> str:

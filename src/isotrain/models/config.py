@@ -7,6 +7,7 @@ modules ask here, or read a `text_config`; a test of the source keeps them from 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,3 +166,10 @@ def positions(config: PretrainedConfig) -> Positions:
             # Engines differ in whether they stretch a limit; one that is stretched, all take as it is.
             return Positions(stretched, {"max_position_embeddings": stretched})
     return Positions(declared)
+
+
+def stated_constants(config: PretrainedConfig) -> str:
+    """All that a configuration says of its model, without where and with what it was written."""
+    left_out = ("transformers_version", "dtype", "torch_dtype")
+    stated = {key: value for key, value in config.to_dict().items() if key[0] != "_" and key not in left_out}
+    return json.dumps(stated, sort_keys=True, default=str)

@@ -28,6 +28,7 @@ from isotrain.models.lora import ADAPTER
 from isotrain.models.weights import shard_of
 from isotrain.observe.run_directory import write_atomically
 from isotrain.tools.probes.adamw_oracle import UpdateSample
+from isotrain.tools.probes.routes import ROUTE, Indices, chosen_experts
 
 KINDS = ("activation", "gradient", "parameter gradient", "update")
 DIGESTS = ("tokens", "packing", "loss")
@@ -44,6 +45,8 @@ class _Update:
         """Of the trained parameters as the update found them."""
         self.recomputed: list[tuple[float, float, float]] = []
         """Of the trained parameters: how far the update is from AdamW's of their gradient, in float64."""
+        self.routes: dict[str, list[Indices]] = {}
+        """The experts of each token, by layer of experts, in each micro-batch."""
         self.digests = {name: hashlib.sha256() for name in DIGESTS}
         self.micro_batches = 0
         self.loss = 0.0
@@ -122,10 +125,12 @@ class LayerTrace:
         # Layers that run again in the backward pass are those of gradient checkpointing.
         self._looking = False
 
-    def _layer(self, name: str, _: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    def _layer(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         tensor = _first_tensor(output)
         if not self._looking or tensor is None:
             return
+        if (chosen_TK := chosen_experts(module, arguments)) is not None:
+            self._update.routes.setdefault(name, []).append(chosen_TK)
         self._update.add("activation", name, tensor)
         if tensor.requires_grad:
             tensor.register_hook(partial(self._update.add, "gradient", name))
@@ -166,17 +171,27 @@ class LayerTrace:
             tensors[f"{kind}/shape"] = np.array([(s.rows, s.columns) for s in sketches], np.int64).reshape(
                 -1, 2
             )
+        for name, routes in update.routes.items():
+            tensors[ROUTE + name] = np.concatenate(routes)
+        tensors |= self._more_tensors()
         facts: dict[str, Any] = {
             "format": 1,
             "step": self._after + self._done,
             "ranks": self._engine.world.size,
             "micro_batches": update.micro_batches,
-            "digests": {name: digest.hexdigest() for name, digest in update.digests.items()},
+            "digests": {n: d.hexdigest() for n, d in update.digests.items()} | self._more_digests(),
             "names": {kind: list(entries) for kind, entries in update.sketches.items()},
         }
         name = f"step-{self._after + self._done:06d}"
         path = self._directory / f"{name}-rank-{self._engine.world.rank:05d}.safetensors"
         write_record(path, save(tensors, {name: json.dumps(fact) for name, fact in facts.items()}))
+
+    def _more_tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """What only a truth records."""
+        return {}
+
+    def _more_digests(self) -> dict[str, str]:
+        return {}
 
 
 def write_record(path: Path, content: str | bytes) -> None:

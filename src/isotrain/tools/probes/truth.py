@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,7 @@ from isotrain.errors import DataError
 from isotrain.models.config import attention_shapes
 from isotrain.models.load import layers_of
 from isotrain.tools.probes.layer_trace import LayerTrace, plain_name
+from isotrain.tools.probes.routes import FORCED, SCORE, ForcedRoutes, model_digest
 
 _NARROW = {torch.float32, torch.bfloat16, torch.float16}
 _SECONDS_BETWEEN_LINES = 10.0
@@ -133,9 +135,13 @@ class TruthTrace(LayerTrace):
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         self._gradients = _Gradients(self._directory, engine.trained)
-        progress = _LayerProgress(layers_of(engine.model.pretrained), self._say)
+        pretrained = engine.model.pretrained
+        self._model = model_digest(pretrained)
+        self._forced = ForcedRoutes(pretrained, self._directory.parent / FORCED)
+        names = {name: plain_name(name) for name, _ in pretrained.named_modules()}
+        progress = _LayerProgress(layers_of(pretrained), self._say)
         with ExitStack() as stack:
-            for handle in progress.hooks():
+            for handle in (*progress.hooks(), *self._forced.hooks(names)):
                 stack.callback(handle.remove)
             stack.enter_context(super().around_update(engine))
             stack.enter_context(wide_parameters(engine.model, self._gradients.add))
@@ -143,10 +149,25 @@ class TruthTrace(LayerTrace):
             # The backward pass would have threads of its own, which no mode sees.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(Widening())  # type: ignore[no-untyped-call]
+            stack.enter_context(self._forced)
             stack.enter_context(_in_place_of(engine, "clip_gradients", self._record_gradients))
             yield
         self._done += 1
         self._write()
+
+    def _enter(self, model: nn.Module, arguments: tuple[Any, ...]) -> None:
+        super()._enter(model, arguments)
+        self._forced.next_micro_batch()
+
+    def _leave(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        super()._leave(model, arguments, output)
+        self._forced.end_forward()
+
+    def _more_tensors(self) -> dict[str, Any]:
+        return {SCORE + name: np.concatenate(scores) for name, scores in self._forced.scores.items()}
+
+    def _more_digests(self) -> dict[str, str]:
+        return {"model": self._model}
 
     def _record_gradients(self) -> float:
         """In place of the engine's own clipping: its parameters have no gradients."""

@@ -66,8 +66,8 @@ def run(tmp_path: Path) -> Run:
 
 
 def ratings(reference: Path, candidate: Path, truth: Path) -> dict[tuple[str, str], LayerRating]:
-    sides = (read_layer_trace(path)[1] for path in (reference, candidate, truth))
-    return {rating.difference.key[1:]: rating for rating in against_truth(1, *sides, "float32")}
+    a, b, t = (read_layer_trace(path)[1] for path in (reference, candidate, truth))
+    return {rating.difference.key[1:]: rating for rating in against_truth(1, a, b, (t, t), "float32")}
 
 
 def test_z_is_the_ratio_of_the_distances(run: Run) -> None:

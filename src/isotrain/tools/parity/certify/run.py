@@ -24,6 +24,7 @@ from isotrain.recipe.load import other_run, path_override
 from isotrain.recipe.preference import DpoSection, RmSection
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.parity.levels.layers import TRUTH
+from isotrain.tools.parity.levels.routes import first_apart
 from isotrain.tools.parity.protocol import PERTURBATION, SPLIT, Companions, verdict_on
 from isotrain.tools.parity.read.layer_trace import read_layer_trace
 from isotrain.tools.parity.thresholds import FEWEST_MEMBERS, FEWEST_RUNS
@@ -163,14 +164,23 @@ class Children:
         write_atomically(note, json.dumps({**how, "seconds": spent}, indent=1) + "\n")
         return Finished(output, spent)
 
-    def hold_against_float64(self, run: Finished) -> None:
-        """Repeat a run's traced step in float64 on this host, if that was not done before."""
+    def hold_against_float64(self, run: Finished, recipe_of: Finished | None = None) -> None:
+        """Repeat a run's traced step in float64 on this host, if that was not done before.
+
+        With `recipe_of` another run, only if tokens of a mixture go to other experts than there.
+        """
         if read_layer_trace(run.path / TRUTH):
             return
+        command = ["parity", "truth", str(run.path)]
+        if recipe_of is not None:
+            a, b = (read_layer_trace(side.path) for side in (recipe_of, run))
+            if not a or min(a) not in b or first_apart(a[min(a)], b[min(a)]) is None:
+                return
+            command = ["parity", "truth", str(recipe_of.path), "--routes", str(run.path)]
         self.tell(f"P1: the step of {run.path.name} in float64")
         log = run.path.with_name(f"{run.path.name}-{TRUTH}.log")
         try:
-            self._run("the step in float64", ["parity", "truth", str(run.path)], {}, log)
+            self._run("the step in float64", command, {}, log)
         except LaunchError as error:
             raise LaunchError(f"{error}\n--no-truth judges without it") from None
 
@@ -249,6 +259,8 @@ def certify(
         children.hold_against_float64(reference_run)
     forced = _replay_of(reference_run) if protocol.replays else ()
     candidate_run = children.train("candidate", candidate, (*traced, *forced), why=why)
+    if both_traced and protocol.extent.truth:
+        children.hold_against_float64(candidate_run, recipe_of=reference_run)
 
     def verdict(companions: Companions) -> Verdict:
         return verdict_on(

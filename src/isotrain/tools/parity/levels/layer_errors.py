@@ -191,22 +191,23 @@ def differences(step: int, reference: Update, candidate: Update, drift: float = 
 
 
 def against_truth(
-    step: int, reference: Update, candidate: Update, truth: Update, dtype: str
+    step: int, reference: Update, candidate: Update, truths: tuple[Update, Update], dtype: str
 ) -> Iterator[LayerRating]:
     """The distance from the truth of the run that is further, beside the other's, of entries of all three.
 
     Either run may be the wrong one. The other may be close by chance: what one rounding in each operator
-    before it explains counts as well.
+    before it explains counts as well. Runs of a mixture have a truth each, in which tokens take their routes.
     """
-    theirs = {difference.key: difference for difference in differences(step, truth, reference)}
-    for ours in differences(step, truth, candidate):
+    theirs = {difference.key: difference for difference in differences(step, truths[0], reference)}
+    for ours in differences(step, truths[1], candidate):
         if (of_reference := theirs.get(ours.key)) is None:
             continue
         role: Literal["reference", "candidate"] = "candidate"
-        further, nearer, near_run = ours, of_reference, reference
+        further, nearer, near_run, truth = ours, of_reference, reference, truths[0]
         if of_reference.error > ours.error:
-            role, further, nearer, near_run = "reference", of_reference, ours, candidate
-        expected = max(nearer.error, _ROUNDING * _EPSILON[dtype] * math.sqrt(1 + further.position))
+            role, further, nearer = "reference", of_reference, ours
+            near_run, truth = candidate, truths[1]
+        expected = max(nearer.error, expected_rounding(dtype, further.position))
         if further.name == ALL:
             # A common factor is no further from 1 than all entries together are from the truth.
             expected = max(expected, _distance_of_all(truth, near_run, further.kind))
@@ -214,6 +215,11 @@ def against_truth(
         if nearer.error >= NOT_A_NUMBER:
             expected = _EPSILON[dtype]
         yield LayerRating(further, further.error, DIFFERENT * expected, nearer.error, role)
+
+
+def expected_rounding(dtype: str, position: int) -> float:
+    """What one rounding in each operator before an entry makes, of its norm."""
+    return _ROUNDING * _EPSILON[dtype] * math.sqrt(1 + position)
 
 
 def _distance_of_all(truth: Update, side: Update, kind: str) -> float:

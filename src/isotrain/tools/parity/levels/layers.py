@@ -18,13 +18,13 @@ from isotrain.tools.parity.levels.layer_errors import (
     Difference,
     LayerLimits,
     LayerRating,
-    against_truth,
     common,
     common_factor,
     differences,
     drift_after,
 )
 from isotrain.tools.parity.levels.level import Check, Level, not_run
+from isotrain.tools.parity.levels.routes import Flips, StepRoutes, open_routes, other_width
 from isotrain.tools.parity.levels.score_tests import score_tests
 from isotrain.tools.parity.levels.updates import wrong_updates
 from isotrain.tools.parity.read.layer_trace import KINDS, TraceEntry, Update, read_layer_trace
@@ -72,29 +72,31 @@ def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (
         return not_run(LEVEL, why)
     if why := _other_layout((reference, a), (candidate, b)):
         return not_run(LEVEL, why)
-    truth = read_layer_trace(reference.path / TRUTH) or read_layer_trace(candidate.path / TRUTH)
-    if why := _other_truth(truth, a, b):
+    truths = [read_layer_trace(run.path / TRUTH) for run in (reference, candidate)]
+    if why := _other_truth(truths, a, b):
         return not_run(LEVEL, why)
+    steps = [StepRoutes(s, a[s], b[s], tuple(t[s] for t in truths if s in t)) for s in _steps(a, b)]
     known = _largest_noise(a, [read_layer_trace(path) for path in noise])
     known_values, anchor_failures = anchor_checks(reference, candidate)
-    by_truth = {
-        rating.difference.key: rating
-        for step, update in truth.items()
-        for rating in against_truth(step, a[step], b[step], update, dtype)
-    }
+    by_truth = {rating.difference.key: rating for step in steps for rating in step.ratings(dtype)}
     limits = LayerLimits(dtype, known, {key[1:]: rating.honest for key, rating in by_truth.items()})
-    rated = [by_truth.get(each.key) or limits.rate(each) for each in _all_differences(a, b)]
+    kept = (d for d in _all_differences(a, b) if d.key in by_truth or _keeps(steps, d))
+    rated = [by_truth.get(each.key) or limits.rate(each) for each in kept]
+    flips = list(_flips(steps, by_truth, dtype))
     checks = (*_kind_checks(rated), *known_values)
     first = next((number for number, rating in enumerate(rated) if not rating.passed), None)
     evidence: dict[str, Any] = {
         "layers": [_as_json(rating) for rating in rated if rating.difference.kind != "data"],
         "first": None if first is None else _as_json(rated[first]),
     }
-    held = dtype if by_truth else None
+    held = dtype if by_truth and all(step.held for step in steps if step.truths) else None
+    routes = [other_width(steps), *(flip.words for flip in flips if flip.state == "different")]
     constants = score_tests(reference.path, candidate.path)
     if constants is not None:
         evidence["constants"] = constants.as_json()
-    named = [constant.words for constant in constants.different[:_NAMED]] if constants is not None else []
+    evidence["routes"] = [flip.as_json() for flip in flips if flip.count or flip.state != "same"]
+    named = [words for words in routes if words is not None][:_NAMED]
+    named += [constant.words for constant in constants.different[:_NAMED]] if constants is not None else []
     wrong = [update.words for update in wrong_updates(a, b)]
     evidence["wrong updates"] = wrong[:_MOST_WRONG]
     named += wrong[:1]
@@ -111,6 +113,8 @@ def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (
             failures=listed(anchor_failures, "; "),
         )
         return Level(LEVEL, "different", words, checks, (_LOSS_CAUSE,), evidence, held)
+    if unheld := open_routes(steps, flips):
+        return Level(LEVEL, "cannot tell", unheld, checks, (), evidence, held)
     between = next((rating for rating in rated if rating.by_truth and rating.z > SAME), None)
     if between is not None:
         words = tr(
@@ -129,7 +133,7 @@ def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (
     if not _has_gradients(a, b):
         words = tr("no recorded step has a gradient, and its backward shows nothing: are all rewards equal?")
         return Level(LEVEL, "cannot tell", words, checks, (), evidence, held)
-    return Level(LEVEL, "same", _agreement(rated), checks, (), evidence, held)
+    return Level(LEVEL, "same", _agreement(rated, steps), checks, (), evidence, held)
 
 
 def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
@@ -155,9 +159,14 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
     return None
 
 
-def _other_truth(truth: Updates, a: Updates, b: Updates) -> str | None:
+def _other_truth(truths: Sequence[Updates], a: Updates, b: Updates) -> str | None:
     """Why a recorded truth is none of these runs' steps."""
-    for step, update in truth.items():
+    if len({update.model for truth in truths for update in truth.values() if update.routes}) > 1:
+        return tr(
+            "the two truths are of other models: make the candidate's from the reference, with "
+            "`isotrain parity truth REFERENCE --routes CANDIDATE`"
+        )
+    for step, update in (item for truth in truths for item in truth.items()):
         if step not in a or step not in b:
             return tr("the truth is of step {step}, which not both runs recorded", step=step)
         # Of a candidate with other data, those are what is to be told.
@@ -212,11 +221,25 @@ def _all_differences(a: Updates, b: Updates) -> Iterator[Difference]:
         drift += drift_after(a[step], b[step])
 
 
+def _keeps(steps: Sequence[StepRoutes], difference: Difference) -> bool:
+    return next(step for step in steps if step.step == difference.step).keeps(difference)
+
+
+def _flips(
+    steps: Sequence[StepRoutes], by_truth: Mapping[tuple[int, str, str], LayerRating], dtype: str
+) -> Iterator[Flips]:
+    for step in steps:
+        yield from step.flips({key[1:]: r for key, r in by_truth.items() if key[0] == step.step}, dtype)
+
+
 def _largest_noise(reference: Updates, noise: Sequence[Updates]) -> dict[tuple[int, str, str], Difference]:
     """Largest difference of each entry over the noisy runs; what is no number there allows nothing."""
     largest: dict[tuple[int, str, str], Difference] = {}
     for run in noise:
+        steps = [StepRoutes(step, reference[step], run[step]) for step in _steps(reference, run)]
         for difference in _all_differences(reference, run):
+            if not _keeps(steps, difference):
+                continue
             before = largest.get(difference.key, difference)
             if difference.error < NOT_A_NUMBER:
                 bulk = max(difference.bulk or 0.0, before.bulk or 0.0)
@@ -246,15 +269,24 @@ def _kind_checks(rated: Sequence[LayerRating]) -> Iterator[Check]:
             yield Check(tr("{kind}: error", kind=called), worst.error, worst.limit, worst.passed, note)
 
 
-def _agreement(rated: Sequence[LayerRating]) -> str:
+def _agreement(rated: Sequence[LayerRating], routed: Sequence[StepRoutes]) -> str:
     against = [rating for rating in rated if rating.by_truth]
     if against:
-        return tr(
+        words = tr(
             "against float64, all {count} entries of step {step} are as near in one run as in the other; "
             "furthest {place}",
             count=len(against),
             step=against[0].difference.step,
             place=_place(max(against, key=lambda rating: rating.z)),
+        )
+        apart = next((step.step for step in routed if step.apart is not None), None)
+        if apart is None:
+            return words
+        return tr(
+            "{words}; at step {apart} tokens go to other experts, and the layers after them are not compared "
+            "between the runs",
+            words=words,
+            apart=apart,
         )
     rated = [rating for rating in rated if rating.difference.kind != "weight"]
     closest = max(rated, key=lambda rating: rating.error / rating.limit)

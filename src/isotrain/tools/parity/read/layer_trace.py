@@ -70,6 +70,12 @@ class Update:
     kinds: dict[str, dict[str, TraceEntry]]
     recomputed: dict[str, Recomputed] = field(default_factory=dict)
     """By parameter, of the rank that is furthest off; empty in traces of earlier versions."""
+    routes: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
+    """The experts of each token, by layer of experts; empty in a dense model."""
+    scores: dict[str, Numbers] = field(default_factory=dict)
+    """Of a truth: each expert's score for each token, over the root mean square of the router's logits."""
+    model: str = ""
+    """Of a truth: digest of the model's weights and constants."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,9 @@ class _TraceFile:
     shapes: dict[str, npt.NDArray[np.int64]]
     weight_norms: Numbers
     recomputed_P3: Numbers | None
+    routes: dict[str, npt.NDArray[np.int32]]
+    scores: dict[str, Numbers]
+    model: str
 
 
 def read_layer_trace(run: Path) -> dict[int, Update]:
@@ -172,7 +181,22 @@ def _checked(path: Path, file: Any) -> _TraceFile:
         shapes,
         tensor("weight/norm", "F64", (len(names["update"]),)),
         tensor(_RECOMPUTED, "F64", (len(names["update"]), 3)) if _RECOMPUTED in present else None,
+        _by_layer(path, file, names["activation"], "route/", "I32"),
+        _by_layer(path, file, names["activation"], "score/", "F64"),
+        str(digests.get("model", "")),
     )
+
+
+def _by_layer(path: Path, file: Any, layers: list[str], prefix: str, dtype: str) -> dict[str, Any]:
+    """Tables with a row for each token, in the order in which their layers were computed."""
+    present, tables = set(file.keys()), {}
+    for name in layers:
+        if prefix + name in present:
+            part = file.get_slice(prefix + name)
+            if part.get_dtype() != dtype or len(part.get_shape()) != 2 or not part.get_shape()[1]:
+                raise DataError(f"{path}: '{clipped(prefix + name)}' is no table of experts")
+            tables[name] = np.asarray(file.get_tensor(prefix + name))
+    return tables
 
 
 def _names(path: Path, kind: str, names: Any) -> list[str]:
@@ -187,7 +211,12 @@ def _names(path: Path, kind: str, names: Any) -> list[str]:
 
 def _joined(files: list[_TraceFile], run: Path) -> Update:
     first = files[0]
-    if any(file.names != first.names or file.ranks != first.ranks for file in files):
+
+    def layout(file: _TraceFile) -> tuple[object, ...]:
+        widths = [{n: table.shape[1] for n, table in t.items()} for t in (file.routes, file.scores)]
+        return file.names, file.ranks, widths
+
+    if any(layout(file) != layout(first) for file in files):
         raise DataError(f"{run / 'layer_trace'}: its ranks recorded different layers; record the run again")
     kinds = {
         kind: {name: _entry(files, kind, number) for number, name in enumerate(first.names[kind])}
@@ -199,6 +228,9 @@ def _joined(files: list[_TraceFile], run: Path) -> Update:
         math.fsum(file.loss for file in files),
         kinds,
         _recomputed(files),
+        {name: np.concatenate([f.routes[name] for f in files]) for name in first.routes},
+        {name: np.concatenate([f.scores[name] for f in files]) for name in first.scores},
+        first.model,
     )
 
 
