@@ -18,7 +18,7 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult, Work
 from isotrain.engine.world import join_world
 from isotrain.models.packed import TokenHead
-from isotrain.tools.probes.layer_trace import SIZE, LayerTrace, Sketch
+from isotrain.tools.probes.layer_trace import SIZE, LayerTrace, Sketch, _Update
 
 BATCHES = [pack(jobs.SAMPLES[:2]), pack(jobs.SAMPLES[2:])]
 ROWS = sum(len(batch.tokens_T) for batch in BATCHES)
@@ -220,6 +220,21 @@ def test_digests_tell_what_changed(job: Job, tmp_path: Path) -> None:
     mask = digests("mask", [pack(masked)])
     assert mask["tokens"] == first["tokens"] and mask["packing"] == first["packing"]
     assert mask["loss"] != first["loss"]
+
+
+def test_calls_for_other_kinds_of_layers_are_told_apart(tmp_path: Path) -> None:
+    """Their order may differ from process to process: it is that of a set of names."""
+    kinds = {"sliding": torch.ones(2, 3), "full": torch.full((2, 3), 2.0)}
+    recorded = []
+    for order in (kinds, reversed(kinds)):
+        trace = LayerTrace(tmp_path, 1)
+        trace._update, trace._looking = _Update(), True
+        for kind in order:
+            trace._layer("rotary", torch.nn.Identity(), (torch.zeros(1), kind), kinds[kind])
+        recorded.append(trace._update.sketches["activation"])
+    assert recorded[0].keys() == {"rotary[sliding]", "rotary[full]"}
+    for name, sketch in recorded[0].items():
+        assert (sketch.numbers_KK == recorded[1][name].numbers_KK).all()
 
 
 def test_an_update_that_was_left_out_leaves_nothing(job: Job, tmp_path: Path) -> None:

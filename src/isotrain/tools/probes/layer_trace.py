@@ -129,6 +129,10 @@ class LayerTrace:
         tensor = _first_tensor(output)
         if not self._looking or tensor is None:
             return
+        # Gemma calls one rotary embedding for each kind of layer, in the order of a set of their names, which
+        # is another in each process.
+        kinds = [argument for argument in arguments if isinstance(argument, str)]
+        name = f"{name}[{', '.join(kinds)}]" if kinds else name
         if (chosen_TK := chosen_experts(module, arguments)) is not None:
             self._update.routes.setdefault(name, []).append(chosen_TK)
         self._update.add("activation", name, tensor)
