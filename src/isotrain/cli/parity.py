@@ -69,8 +69,8 @@ Allow = Annotated[
     list[str] | None,
     Option(
         metavar="NAME",
-        help="An intended difference: recipe, data, steps (one run is shorter), validation, length, kl, "
-        "entropy, grad_norm, clip or throughput.",
+        help="An intended difference: recipe, data, steps (one run is shorter), validation, metrics (one is "
+        "missing), length, kl, entropy, grad_norm, clip or throughput.",
     ),
 ]
 Reruns = Annotated[
@@ -142,8 +142,9 @@ def compare(
     """Compare two runs: do they end up alike, and is it the same computation?
 
     A and B are isotrain run directories, logs of verl or OpenRLHF, TensorBoard files or directories, CSV or
-    JSONL files, or two dumps of msprobe. Outcome: equivalent, different or inconclusive within a margin.
-    Computation: same, different or inconclusive; logs alone can rarely show that it is the same. If both runs
+    JSONL files, or two dumps of msprobe. A may be a file of `isotrain parity baseline`. Outcome: equivalent,
+    different or inconclusive within a margin. Computation: same, different or inconclusive; logs alone can
+    rarely show that it is the same. If both runs
     have observe.layer_trace=3, or with dumps of msprobe, the output names the first layer that differs.
 
     Exit code 0: equivalent (the same); 1: different; 3: inconclusive; 2: a run or an option
@@ -186,6 +187,39 @@ def compare(
     raise typer.Exit(verdict.exit_code)
 
 
+@app.command()
+def baseline(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Reruns of one recipe with other seeds.")],
+    out: Annotated[Path, Option(metavar="FILE", help="The file to write, such as baseline.json.")],
+    margin: Margins = None,
+    nights: Annotated[int, Option(min=1, help="Comparisons that one file is used for.")] = 365,
+    false_alarms: Annotated[
+        float, Option(help="How many of them may say `different` though nothing changed, on average.")
+    ] = 1.0,
+) -> None:
+    """Write a small reference file from several reruns, for nightly jobs.
+
+    RUN is what `compare` reads. `isotrain parity compare FILE RUN` then judges a run against it, without the
+    reruns. The spread between the reruns decides what is equivalent and what is different; the output says
+    how large a difference each metric can show. Ten reruns or more are advised, three are the fewest.
+
+    Exit code 0; 3: written, but some metric can never be equivalent with so few reruns; 2: an error.
+
+    Example:
+
+        isotrain parity baseline runs/seed-*/ --out baseline.json
+    """
+    from isotrain.tools.parity.baseline import make_baseline
+
+    size, reaches = make_baseline(runs, out, margin or [], nights, false_alarms)
+    console = rich_console(highlight=False, markup=False)
+    words = tr("wrote {path}: {count} reruns, {size:.0f} kB", path=out, count=len(runs), size=size / 1000)
+    console.print(said(words), soft_wrap=True)
+    for one in reaches:
+        console.print(said(one.words), style=None if one.is_enough else "yellow", soft_wrap=True)
+    raise typer.Exit(0 if all(one.is_enough for one in reaches) else 3)
+
+
 def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
     from isotrain.tools.parity.report.acceptance import accept
 
@@ -222,8 +256,11 @@ def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
     if report is not None:
         from isotrain.tools.parity.compare.power import load_power
         from isotrain.tools.parity.report.write import write_report
+        from isotrain.tools.parity.run import BASELINE
 
-        write_report(verdict, report, power=load_power())
+        # The published power is of other rules than those that judge against a baseline.
+        of_baseline = verdict.comparison.reference.format == BASELINE
+        write_report(verdict, report, power=None if of_baseline else load_power())
         typer.echo(said(tr("wrote {path}", path=report / "report.html")), err=as_json)
 
 

@@ -11,7 +11,14 @@ import numpy as np
 from isotrain.errors import DataError
 from isotrain.language import tr
 from isotrain.recipe.difference import changes
-from isotrain.tools.parity.compare.comparison import Comparison, compare, recipe_changes
+from isotrain.tools.parity.baseline import verdict_against
+from isotrain.tools.parity.compare.comparison import (
+    HARMLESS,
+    PERTURBATION,
+    Comparison,
+    compare,
+    recipe_changes,
+)
 from isotrain.tools.parity.compare.metric_names import choose
 from isotrain.tools.parity.compare.outcome import OtherRuns, Pairing, margins_of, outcome_of, pairing_of
 from isotrain.tools.parity.devices import why_untraced
@@ -21,15 +28,12 @@ from isotrain.tools.parity.levels.layers import layers_level
 from isotrain.tools.parity.levels.level import Level, not_run
 from isotrain.tools.parity.levels.operators import operators_level
 from isotrain.tools.parity.levels.paired import paired_level
+from isotrain.tools.parity.read.baseline import is_baseline
 from isotrain.tools.parity.read.msprobe_dump import FORMAT as DUMP
 from isotrain.tools.parity.read.runs import read_run
 from isotrain.tools.parity.run import RunLog, section
 from isotrain.tools.parity.verdict import Verdict, judge
 
-PERTURBATION = "model.perturbation"
-SPLIT = "data.tokens_per_micro_batch"
-# What a member of an envelope may differ in besides execution: none of it is meant to change the training.
-_HARMLESS = (f"{PERTURBATION}:", f"{SPLIT}:", "seed:")
 _FREE_RUNNING = tr("each run sampled its own responses, which part by chance")
 
 
@@ -63,6 +67,10 @@ def verdict_on(
 
     `items`: how many rows were validated on.
     """
+    if is_baseline(reference):
+        if companions != NO_COMPANIONS or items is not None:
+            raise DataError("--rerun, --pair, --dump and --items: a baseline has its reruns in it")
+        return verdict_against(reference, candidate, metrics, margins, allow, free_running=free_running)
     runs = read_run(reference), read_run(candidate)
     dumps = _dumps(*runs, companions)
     chosen = choose(metrics, *runs)
@@ -141,7 +149,7 @@ def _reruns(comparison: Comparison, paths: Sequence[Path], pairing: Pairing) -> 
 def _rerun(reference: RunLog, path: Path, pairing: Pairing) -> RunLog:
     """A run that only differs from the reference by rounding or, where responses are sampled, by its seed."""
     rerun = read_run(path)
-    free = tuple(name for name in _HARMLESS if name != "seed:" or pairing == "free-running")
+    free = tuple(name for name in HARMLESS if name != "seed:" or pairing == "free-running")
     other = [line for line in recipe_changes(reference, rerun) if not line.startswith(free)]
     other += [f"data.{k}" for k, v in reference.data.items() if rerun.data.get(k, v) != v]
     if pairing == "paired":

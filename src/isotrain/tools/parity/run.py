@@ -16,6 +16,8 @@ import numpy.typing as npt
 from isotrain.language import tr
 
 Numbers = npt.NDArray[np.float64]
+BASELINE = "isotrain baseline"
+"""The format of several reruns in one file."""
 ROLES = {"reference": tr("reference"), "candidate": tr("candidate")}
 
 

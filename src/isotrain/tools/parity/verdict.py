@@ -14,6 +14,7 @@ from isotrain.tools.parity.compare.noise import WINDOWS
 from isotrain.tools.parity.compare.objections import WATCHED
 from isotrain.tools.parity.compare.outcome import Outcome
 from isotrain.tools.parity.levels.level import LEVELS, Level, not_run
+from isotrain.tools.parity.run import BASELINE
 
 Same = Literal["same", "different", "inconclusive"]
 Question = Literal["outcome", "computation"]
@@ -205,6 +206,7 @@ def _objection_words(verdict: Verdict) -> Iterator[str]:
     objections = verdict.outcome.objections
     yield from (capital(one.words) for one in objections if one.name == "steps")
     yield from (one.words for one in objections if one.name == "validation")
+    yield from (capital(one.words) for one in objections if one.name in ("recipe", "data", "metrics"))
     if wrong := [one.words for one in objections if one.name in WATCHED]:
         yield tr("Also looks wrong: {what}", what=listed(wrong, "; "))
 
@@ -263,6 +265,8 @@ def computation_reason(verdict: Verdict) -> str:
         return listed((against, likely), " ")
     if computation.verdict == "same":
         return _sentence(listed([level.words for level in ran if level.state == "same"], "; "))
+    if verdict.comparison.reference.format == BASELINE:
+        return tr("A baseline has nothing but curves.")
     if verdict.outcome.pairing == "free-running":
         return tr("Each run sampled its own responses, so the curves cannot tell rounding from a mistake.")
     open_words = listed([level.words for level in ran if level.state == "cannot tell"], "; ")
@@ -285,6 +289,8 @@ def next_words(verdict: Verdict) -> Iterator[str]:
                 "RUN) measure it."
             )
         )
+    elif outcome.verdict == "inconclusive" and verdict.comparison.reference.format == BASELINE:
+        yield from _next_of_a_baseline(effect)
     elif outcome.verdict == "inconclusive" and effect is not None and effect.runs_to_decide:
         yield tr(
             "To know more: about {runs_to_decide} runs of each side would decide ({metric}).",
@@ -294,6 +300,8 @@ def next_words(verdict: Verdict) -> Iterator[str]:
     elif outcome.verdict == "inconclusive" and effect is not None:
         yield tr("To know more: longer runs, or further seeds of both sides (--pair A B, repeated).")
     if verdict.computation.verdict != "inconclusive" or not verdict.comparison.has_curves:
+        return
+    if verdict.comparison.reference.format == BASELINE:
         return
     if pairing == "free-running":
         yield tr(
@@ -309,6 +317,17 @@ def next_words(verdict: Verdict) -> Iterator[str]:
         )
     else:
         yield tr("To know more about the computation: layer traces of both runs (observe.layer_trace=3).")
+
+
+def _next_of_a_baseline(effect: Effect | None) -> Iterator[str]:
+    if effect is not None and effect.runs_to_decide:
+        yield tr(
+            "To know more: a baseline of about {runs} reruns would decide ({metric}).",
+            runs=effect.runs_to_decide,
+            metric=effect.metric,
+        )
+    elif effect is not None:
+        yield tr("To know more: run the candidate again. One such run may be chance, several are not.")
 
 
 def _difference(effect: Effect, one: WindowEffect) -> str:
@@ -360,6 +379,9 @@ def _steps(verdict: Verdict, metric: str) -> str:
     if one is None:
         return ""
     count = len(one.steps_S)
+    if verdict.comparison.reference.format == BASELINE:
+        last = int(one.steps_S[-1])
+        return tr("Compared over {count:,} points up to step {last:,}.", count=count, last=last)
     if one.whole:
         return tr("Compared over all {count:,} steps.", count=count)
     return tr(

@@ -23,9 +23,10 @@ from isotrain.observe.run_directory import write_atomically
 from isotrain.recipe.load import other_run, path_override
 from isotrain.recipe.preference import DpoSection, RmSection
 from isotrain.recipe.schema import Recipe
+from isotrain.tools.parity.compare.comparison import PERTURBATION, SPLIT
 from isotrain.tools.parity.levels.layers import TRUTH
 from isotrain.tools.parity.levels.routes import first_apart
-from isotrain.tools.parity.protocol import PERTURBATION, SPLIT, Companions, verdict_on
+from isotrain.tools.parity.protocol import Companions, verdict_on
 from isotrain.tools.parity.read.layer_trace import read_layer_trace
 from isotrain.tools.parity.thresholds import FEWEST_MEMBERS, FEWEST_RUNS
 from isotrain.tools.parity.verdict import Verdict, is_right

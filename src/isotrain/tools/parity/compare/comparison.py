@@ -21,7 +21,11 @@ from isotrain.tools.parity.run import ROLES, Numbers, RunLog, common, section
 _FREE_ENVIRONMENT = ("time", "command")
 ALLOWED = ("recipe", "data", *OBJECTIONS)
 # How samples are put into micro-batches: frameworks count them in tokens or in rows.
-_LEFT_TO_FRAMEWORKS = ("data.tokens_per_micro_batch",)
+PERTURBATION = "model.perturbation"
+SPLIT = "data.tokens_per_micro_batch"
+# What a rerun may differ in besides execution: none of it is meant to change the training.
+HARMLESS = (f"{PERTURBATION}:", f"{SPLIT}:", "seed:")
+_LEFT_TO_FRAMEWORKS = (SPLIT,)
 _LONGEST_VALUE = 80
 _CACHED = re.compile(r"models--[^/]*?--([^/]+)/snapshots/")
 

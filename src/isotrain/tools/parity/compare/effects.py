@@ -184,6 +184,81 @@ def effect_of_runs(
     return Effect(metric, kind, margin, verdict, effects_by_window, evidence, runs_to_decide=more)
 
 
+@dataclass(frozen=True)
+class Reruns:
+    """Runs of the reference alone, and how far a further one may be from their mean."""
+
+    curves_KS: Sequence[Numbers]
+    mean: dict[str, float]
+    """By window."""
+    spread: dict[str, float]
+    """Standard error of the difference between one further run's mean and that of these, by window."""
+
+    @property
+    def degrees(self) -> int:
+        return len(self.curves_KS) - 1
+
+    def reach(self, margin: float, alarm: float) -> tuple[float, float]:
+        """Differences of a further run up to which it is equivalent, negative if none, and beyond which it
+        is different."""
+        spread = max(self.spread.values())
+        half = _student_half(spread, self.degrees, 1 - thresholds.CONFIDENCE)
+        return margin - half, max(margin + half, _student_half(spread, self.degrees, alarm))
+
+
+def reruns_of(curves_KS: Sequence[Numbers]) -> Reruns:
+    """Three or more; of one value each if they are validations."""
+    mean, spread = {}, {}
+    for name in (VALIDATION,) if len(curves_KS[0]) == 1 else _DECIDE:
+        window = WHOLE if name == VALIDATION else name
+        a_K = np.array([_window_mean(x_S, window) for x_S in curves_KS])
+        # Few runs may be alike by chance; the noise between their steps says how alike they can be.
+        within_run = _noise_within_runs(window, curves_KS[:-1], curves_KS[1:]) or 0.0
+        mean[name] = float(a_K.mean())
+        spread[name] = max(float(a_K.std(ddof=1)), within_run) * math.sqrt(1 + 1 / len(a_K))
+    return Reruns(curves_KS, mean, spread)
+
+
+def effect_against_reruns(
+    metric: str, kind: Kind, margin: float, reruns: Reruns, run_S: Numbers, alarm: float
+) -> Effect:
+    """One run against several of the reference alone, by the interval that a further rerun would lie in.
+
+    `alarm`: how often a window of a further rerun may lie beyond the margin. Over many nights it is far in
+    the tails, where only the spread between runs says something: Student's t, and no prior.
+    """
+    windows, count = [], len(reruns.curves_KS)
+    for name, mean in reruns.mean.items():
+        value, spread = _window_mean(run_S, WHOLE if name == VALIDATION else name), reruns.spread[name]
+        difference = value - mean
+        half = wide_enough(difference, partial(_student_half, spread, reruns.degrees), alarm, margin)
+        interval = Interval(difference - half, difference + half)
+        chance = _chance(difference, spread, reruns.degrees)
+        windows.append(WindowEffect(name, mean, value, difference, interval, chance))
+    reason = _flat(reruns.curves_KS[0], run_S)
+    verdict = "different" if reason else _answer(windows, margin)
+    more = None
+    if verdict == "inconclusive":
+        one = [reruns.spread[window.window] / math.sqrt(1 + 1 / count) for window in windows]
+        needed = max(
+            _reruns_to_decide(deviation, margin - abs(window.difference))
+            for deviation, window in zip(one, windows, strict=True)
+        )
+        more = needed if count < needed <= _MOST_RUNS else None
+    evidence = _evidence(count, 1, paired=False)
+    return Effect(metric, kind, margin, verdict, tuple(windows), evidence, reason, more)
+
+
+def _reruns_to_decide(deviation: float, room: float) -> int:
+    """Runs of the reference with which the interval of one further run would fit into the room."""
+    from scipy.special import stdtrit
+
+    counts = np.arange(thresholds.FEWEST_RUNS, _MOST_RUNS + 1)
+    halves = stdtrit(counts - 1, (1 + thresholds.CONFIDENCE) / 2) * deviation * np.sqrt(1 + 1 / counts)
+    fits = halves <= room
+    return int(counts[np.argmax(fits)]) if fits.any() else _MOST_RUNS + 1
+
+
 def effect_of_validations(
     metric: str,
     margin: float,

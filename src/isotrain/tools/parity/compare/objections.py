@@ -53,13 +53,13 @@ WATCHED = {
 }
 # The same for each metric, so that a single step without a gradient is no level of its own.
 _RELATIVE_FLOOR = 0.02
-OBJECTIONS = ("steps", "validation", *WATCHED)
+OBJECTIONS = ("steps", "validation", "metrics", *WATCHED)
 
 
 @dataclass(frozen=True)
 class Objection:
     name: str
-    """One of `OBJECTIONS`: what `--allow` calls it."""
+    """What `--allow` calls it: one of `OBJECTIONS`, `recipe` or `data`."""
     words: str
 
 

@@ -21,15 +21,17 @@ from isotrain.tools.parity.compare.effects import (
     VALIDATION,
     Answer,
     Effect,
+    effect_against_reruns,
     effect_of_curves,
     effect_of_runs,
     effect_of_validations,
+    reruns_of,
     values_of,
 )
 from isotrain.tools.parity.compare.objections import Objection
 from isotrain.tools.parity.compare.published import kind_of
 from isotrain.tools.parity.compare.statistics import correlation
-from isotrain.tools.parity.run import RunLog, common, section
+from isotrain.tools.parity.run import Numbers, RunLog, common, section
 from isotrain.tools.parity.thresholds import Kind
 
 Pairing = Literal["paired", "free-running"]
@@ -102,6 +104,20 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """Reruns of a reference, and how often one more of them may be called different."""
+
+    reruns: Sequence[RunLog]
+    nights: int
+    false_alarms: float
+    """In so many nights without a difference."""
+
+    def alarm(self, metrics: int) -> float:
+        """The share of them for one window of one metric: the whole run and its last quarter decide."""
+        return self.false_alarms / self.nights / (2 * max(1, metrics))
+
+
+@dataclass(frozen=True)
 class OtherRuns:
     """Runs besides the two that are compared."""
 
@@ -109,6 +125,8 @@ class OtherRuns:
     """Further runs of the reference."""
     pairs: Sequence[tuple[RunLog, RunLog]] = ()
     """Further runs of reference and candidate, with other seeds."""
+    baseline: Baseline | None = None
+    """Reruns that stand for the reference, at the same steps."""
 
 
 NO_OTHERS = OtherRuns()
@@ -191,6 +209,9 @@ def _effects(
     margins: Mapping[str, float],
     items: int | None,
 ) -> Iterator[Effect]:
+    if others.baseline is not None:
+        yield from _effects_against(others.baseline, comparison, margins)
+        return
     free = pairing == "free-running"
     pairs = [(comparison.reference, comparison.candidate), *others.pairs]
     # Where curves are paired, reruns are the envelope of the computation.
@@ -222,6 +243,28 @@ def _effects(
             yield effect_of_validations(metric, margin, a_P, b_P, items=items)
 
 
+def _effects_against(
+    baseline: Baseline, comparison: Comparison, margins: Mapping[str, float]
+) -> Iterator[Effect]:
+    candidate, same_as = comparison.candidate, _same_values(comparison)
+    runs = [*baseline.reruns, candidate]
+    scores = [metric for metric in _scores([(baseline.reruns[0], candidate)]) if metric not in same_as]
+    scores = [metric for metric in scores if metric not in comparison.curves]
+    alarm = baseline.alarm(len(comparison.curves) - len(same_as) + len(scores))
+    for metric, one in comparison.aligned.items():
+        kind: Kind = kind_of(metric) or "score"
+        margin = margins.get(metric, thresholds.MARGINS[kind])
+        *reruns, run_S = [values_S[: len(one.steps_S)] for values_S in values_of(metric, runs)]
+        effect = effect_against_reruns(metric, kind, margin, reruns_of(reruns), run_S, alarm)
+        yield replace(effect, same_as=same_as.get(metric))
+    for metric in scores:
+        values = values_of(metric, runs)
+        if len(values[0]) and np.isfinite(values[-1]).all():
+            *last, run_P = map(last_validations, values)
+            margin = margins.get(metric, thresholds.MARGINS["score"])
+            yield effect_against_reruns(metric, "score", margin, reruns_of(last), run_P, alarm)
+
+
 def _same_values(comparison: Comparison) -> dict[str, str]:
     """Metrics that are equal to an earlier one in every value of both runs, such as rewards and scores."""
     first: dict[tuple[bytes, bytes, bytes], str] = {}
@@ -237,9 +280,18 @@ def _all_have(metric: str, runs: Sequence[RunLog]) -> bool:
     return all(metric in run.metrics for run in runs)
 
 
+def last_validations(values_P: Numbers) -> Numbers:
+    """The mean of the last quarter of one run's scores."""
+    return np.array([values_P[-max(1, len(values_P) // 4) :].mean()])
+
+
+def is_score(metric: str) -> bool:
+    return bool(_SCORE.match(metric))
+
+
 def _scores(pairs: Sequence[tuple[RunLog, RunLog]]) -> list[str]:
     runs = [run for pair in pairs for run in pair]
-    return [metric for metric in runs[0].metrics if _SCORE.match(metric) and _all_have(metric, runs)][
+    return [metric for metric in runs[0].metrics if is_score(metric) and _all_have(metric, runs)][
         :_MOST_SCORES
     ]
 

@@ -14,6 +14,7 @@ from isotrain.errors import DataError
 from isotrain.files import parse_json
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.difference import changes
+from isotrain.tools.parity.read.baseline import is_baseline
 from isotrain.tools.parity.read.bounded import Source, clipped, inside
 from isotrain.tools.parity.read.columns import Columns
 from isotrain.tools.parity.read.msprobe_dump import is_msprobe_dump, read_msprobe_dump
@@ -154,6 +155,8 @@ def _read_file(path: Path) -> RunLog:
         return read_tensorboard(path)
     first = head.lstrip().split(b"\n", 1)[0].decode("utf-8-sig", errors="replace").strip()
     suffix = path.suffix.lower()
+    if is_baseline(path):
+        raise DataError(f"{path}: a baseline stands for the reference: give it first, and a run second")
     row = _object(first)
     if row is not None or suffix == ".jsonl":
         return read_verl_file(path) if row and is_verl_row(row) else read_json_lines(path)
