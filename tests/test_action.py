@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -61,6 +62,24 @@ class Runner:
         known = {f"inputs.{name}": value for name, value in inputs.items()}
         known |= {f"steps.compare.outputs.{name}": value for name, value in self.outputs.items()}
         return re.sub(r"\$\{\{ (.*?) \}\}", lambda match: known.get(match[1], ""), text)
+
+
+def noisy(path: Path, seed: int, factor: float = 1.0) -> Path:
+    """A rerun: another draw of the noise around the same course."""
+    log(path, factor)
+    draw = random.Random(seed)
+
+    def moved(match: re.Match[str]) -> str:
+        return f"{match[1]}{float(match[2]) + draw.gauss(0, 0.005)!r}"
+
+    path.write_text(re.sub(r"(critic/rewards/mean:)(\S+)", moved, path.read_text()))
+    return path
+
+
+def baseline(runs: list[Path], out: Path) -> None:
+    command = [sys.executable, "-m", "isotrain", "parity", "baseline", *map(str, runs), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def log(path: Path, factor: float = 1.0) -> None:
@@ -124,6 +143,54 @@ def test_inputs_are_data(runner: Runner) -> None:
     assert not any("${{" in script for script in scripts)
     assert runner.run(reference="$(touch hacked)`touch hacked`", candidate="--help") != 0
     assert not (runner.workspace / "hacked").exists() and "Usage" not in runner.printed
+
+
+def test_a_baseline_is_the_reference_of_nightly_jobs(runner: Runner) -> None:
+    folder = runner.workspace
+    runs = [noisy(folder / f"{seed}.log", seed) for seed in range(6)]
+    baseline(runs, folder / "baseline.json")
+    for path in runs:
+        path.unlink()
+    noisy(folder / "night.log", 10)
+    assert runner.run(reference="baseline.json", candidate="night.log") == 0, runner.printed
+    assert runner.outputs["outcome"] == "equivalent" and runner.outputs["computation"] == "inconclusive"
+    noisy(folder / "worse.log", 11, factor=0.8)
+    assert runner.run(reference="baseline.json", candidate="worse.log", report="worse") == 1
+    assert (
+        "critic/rewards/mean is 0." in runner.summary.read_text()
+        and "结果：不同" in runner.summary.read_text()
+    )
+    (folder / "baseline.json").write_text(
+        (folder / "baseline.json").read_text().replace('"nights": 365', '"nights": 9')
+    )
+    runner.outputs.clear()
+    hostile = {"reference": "baseline.json", "candidate": "night.log", "inconclusive": "pass"}
+    assert (
+        runner.run(**hostile, report="hostile") == 2 and "its digest is of another content" in runner.printed
+    )
+
+
+def test_a_baseline_of_a_real_log_names_the_other_recipe(runner: Runner, shared_data: Path) -> None:
+    """Draws of noise around a real log of verl; then the real log of another backend, data and length."""
+    folder = shared_data / "verl-logs"
+    if not folder.is_dir():
+        pytest.skip(f"no logs of verl at {folder}")
+    text, runs = (folder / "gpg-qwen2-7b-fsdp.log").read_text(), []
+    for seed in range(4):
+        draw = random.Random(seed)
+        moved = re.sub(
+            r"(critic/(?:rewards|score)/mean:)([-0-9.e]+)",
+            lambda match, draw=draw: f"{match[1]}{float(match[2]) + draw.gauss(0, 0.005):.4f}",  # type: ignore[misc]
+            text,
+        )
+        runs.append(runner.workspace / f"{seed}.log")
+        runs[-1].write_text(moved)
+    baseline(runs[:3], runner.workspace / "baseline.json")
+    assert runner.run(reference="baseline.json", candidate=str(runs[3])) == 0, runner.printed
+    other = str(folder / "gpg-qwen2-7b-megatron.log")
+    assert runner.run(reference="baseline.json", candidate=other, report="other") in (1, 3)
+    told = runner.summary.read_text()
+    assert "the printed configurations differ: data.train" in told and "ended at step 105 of 210" in told
 
 
 def test_the_two_real_logs_are_different(runner: Runner, shared_data: Path) -> None:
