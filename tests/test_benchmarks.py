@@ -149,6 +149,7 @@ CASES = {
     "layer_trace_overhead": Case(("tested", "afterwards", "bytes_per_step")),
     "long_contexts": Case(("ratios", "peak_mib", "overhead"), met=True, simulated_npu=True, minutes=15),
     "mutants": Case(("killed",), arguments=("src/isotrain/algorithms/kl.py", "tests/algorithms/test_kl.py")),
+    "parity_baseline": Case(("reruns", "answers", "bytes"), rows=True),
     "parity_calibration": Case(("designed", "worst"), rows=True),
     "parity_length": Case(("equivalent", "false_alarms", "different", "missed"), rows=True),
     "parity_power": Case(("calls", "without_verdict", "training_s"), minutes=20),

@@ -253,6 +253,8 @@ def _reruns_to_decide(deviation: float, room: float) -> int:
     """Runs of the reference with which the interval of one further run would fit into the room."""
     from scipy.special import stdtrit
 
+    if room <= 0:
+        return _MOST_RUNS + 1
     counts = np.arange(thresholds.FEWEST_RUNS, _MOST_RUNS + 1)
     halves = stdtrit(counts - 1, (1 + thresholds.CONFIDENCE) / 2) * deviation * np.sqrt(1 + 1 / counts)
     fits = halves <= room
