@@ -56,6 +56,10 @@ COURSE = 3
 """Cosines of a difference that count as its course (level, slope, bend), not as noise: another speed of
 learning must not pass for noise."""
 
+LEVEL = 1
+"""Cosines that are left out where a pair may be equivalent: the mean alone. Without the next two, nothing
+rules out slow noise in a short run: of honest pairs of 100 steps, 70 % were equivalent in place of 90 %."""
+
 SLOWEST = 0.955
 """The largest autocorrelation from one step to the next that noise may have in short runs; in longer ones,
 `1 - SLOWEST_STEPS / steps`. What is slower than a tenth of the run cannot be told from a course."""

@@ -2,7 +2,8 @@
 
 The noise is taken as a slow part (each step remembers the one before) with a white part on top, in unknown
 shares. Both are weighed by how well they fit the cosine transform of the difference; the answer is averaged
-over what fits. The lowest cosines are left out of the fit, because a real difference lives there.
+over what fits. The lowest cosines are left out of the fit that shows a difference, because a real one lives
+there. That a difference is small they may confirm: slow noise would show there too.
 
 S: steps, M: noise models that are weighed, J: cosines, W: windows.
 """
@@ -59,6 +60,7 @@ WINDOWS = (
 )
 
 
+@lru_cache(maxsize=8)
 def windows_of(steps: int) -> Windows:
     """The whole run, and its quarters: a late difference is small in the whole."""
     bounds = np.linspace(0, steps, 5).round().astype(int)
@@ -82,7 +84,8 @@ def window_means(difference_S: Numbers, margin: float = 0.0, alarms: Sequence[fl
     """The mean of a difference in each of `WINDOWS`.
 
     With `alarms`, an interval lies beyond the margin in no more than this share of pairs without a difference
-    (see `wide_enough`).
+    (see `wide_enough`), and within it if the lowest cosines agree that the noise is small: a difference in
+    the course makes that interval wider, so that it cannot pass for small noise.
     """
     steps = len(difference_S)
     values_W = windows_of(steps).weights_WS @ difference_S if steps else np.zeros(len(WINDOWS))
@@ -90,12 +93,17 @@ def window_means(difference_S: Numbers, margin: float = 0.0, alarms: Sequence[fl
         return [Mean(value, Interval(0.0, 0.0), 1.0) for value in values_W.tolist()]
     if steps < thresholds.FEWEST_STEPS:
         return [_of_few(difference_S, float(value)) for value in values_W]
-    fit = _fit(_thinned(difference_S), _SMALLEST * float(np.abs(difference_S).max(initial=0.0)))
+    thinned_S, smallest = _thinned(difference_S), _SMALLEST * float(np.abs(difference_S).max(initial=0.0))
+    fit = _fit(thinned_S, smallest, thresholds.COURSE)
+    level_fit = _fit(thinned_S, smallest, thresholds.LEVEL) if alarms and margin else None
     means = []
     for window, value in enumerate(values_W.tolist()):
         half = fit.half(1 - thresholds.CONFIDENCE, window)
         if alarms and abs(value) - half > margin:
             half = wide_enough(value, partial(fit.half, window=window), alarms[window], margin)
+        elif level_fit is not None:
+            level_half = level_fit.half(1 - thresholds.CONFIDENCE, window)
+            half = level_half if abs(value) + level_half <= margin else max(half, level_half)
         means.append(Mean(value, Interval(value - half, value + half), fit.chance(value, window)))
     return means
 
@@ -149,12 +157,13 @@ class _Fit:
         return high
 
 
-def _fit(difference_S: Numbers, smallest: float) -> _Fit:
+def _fit(difference_S: Numbers, smallest: float, left_out: int) -> _Fit:
+    """`left_out`: lowest cosines that say nothing about the noise."""
     from scipy.fft import dct
 
     spectra = _spectra(len(difference_S))
-    shape_MJ = spectra.shape_MJ[:, thresholds.COURSE :]
-    squares_J = dct(difference_S, norm="ortho")[thresholds.COURSE :] ** 2
+    shape_MJ = spectra.shape_MJ[:, left_out:]
+    squares_J = dct(difference_S, norm="ortho")[left_out:] ** 2
     energy_M, log_M, count = (1 / shape_MJ) @ squares_J, np.log(shape_MJ).sum(axis=1), len(squares_J)
     variance_M = np.maximum(energy_M / count, max(smallest, np.finfo(np.float64).tiny ** 0.5) ** 2)
     likelihood_M = spectra.log_prior_M - 0.5 * (log_M + count * np.log(variance_M))
