@@ -94,8 +94,8 @@ def window_means(difference_S: Numbers, margin: float = 0.0, alarms: Sequence[fl
     if steps < thresholds.FEWEST_STEPS:
         return [_of_few(difference_S, float(value)) for value in values_W]
     thinned_S, smallest = _thinned(difference_S), _SMALLEST * float(np.abs(difference_S).max(initial=0.0))
-    fit = _fit(thinned_S, smallest, thresholds.COURSE)
-    level_fit = _fit(thinned_S, smallest, thresholds.LEVEL) if alarms and margin else None
+    fit = _fit(thinned_S, smallest)
+    level_fit = _fit(thinned_S, smallest, of_level=True) if alarms and margin else None
     means = []
     for window, value in enumerate(values_W.tolist()):
         half = fit.half(1 - thresholds.CONFIDENCE, window)
@@ -157,8 +157,9 @@ class _Fit:
         return high
 
 
-def _fit(difference_S: Numbers, smallest: float, left_out: int) -> _Fit:
-    """`left_out`: lowest cosines that say nothing about the noise."""
+def _fit(difference_S: Numbers, smallest: float, *, of_level: bool = False) -> _Fit:
+    """`of_level`: the lowest cosines say something about the noise too, and half of the prior is white."""
+    left_out = thresholds.LEVEL if of_level else thresholds.COURSE
     from scipy.fft import dct
 
     spectra = _spectra(len(difference_S))
@@ -166,7 +167,8 @@ def _fit(difference_S: Numbers, smallest: float, left_out: int) -> _Fit:
     squares_J = dct(difference_S, norm="ortho")[left_out:] ** 2
     energy_M, log_M, count = (1 / shape_MJ) @ squares_J, np.log(shape_MJ).sum(axis=1), len(squares_J)
     variance_M = np.maximum(energy_M / count, max(smallest, np.finfo(np.float64).tiny ** 0.5) ** 2)
-    likelihood_M = spectra.log_prior_M - 0.5 * (log_M + count * np.log(variance_M))
+    log_prior_M = spectra.log_half_white_M if of_level else spectra.log_prior_M
+    likelihood_M = log_prior_M - 0.5 * (log_M + count * np.log(variance_M))
     share_M = np.exp(likelihood_M - likelihood_M.max())
     fits_M = share_M > _NEGLIGIBLE
     spread_MW = np.sqrt(variance_M[:, None] * spectra.variance_MW)
@@ -179,6 +181,8 @@ class _Spectra:
 
     shape_MJ: Numbers
     log_prior_M: Numbers
+    log_half_white_M: Numbers
+    """With as much weight on white noise, the first model, as on all others."""
     variance_MW: Numbers
     """Spectra of each window's mean."""
 
@@ -197,7 +201,10 @@ def _spectra(steps: int) -> _Spectra:
         priors += [1.0] * (_MEMORIES - 1)
     shape_MJ = np.concatenate(shapes)
     weights_WJ = dct(windows_of(steps).weights_WS, norm="ortho", axis=1)
-    return _Spectra(shape_MJ, np.log(np.array(priors)), shape_MJ @ (weights_WJ**2).T)
+    half_white = [sum(priors[1:]), *priors[1:]]
+    return _Spectra(
+        shape_MJ, np.log(np.array(priors)), np.log(np.array(half_white)), shape_MJ @ (weights_WJ**2).T
+    )
 
 
 def _thinned(values_S: Numbers) -> npt.NDArray[np.float64]:
