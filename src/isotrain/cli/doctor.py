@@ -25,7 +25,7 @@ from isotrain.tools.doctor.rules import MachineFinding
 from isotrain.tools.doctor.self_test import folder as folders
 from isotrain.tools.doctor.self_test.folder import CONTENTS, MACHINE, Results, clean_machine
 from isotrain.tools.doctor.self_test.run import SelfTest
-from isotrain.tools.doctor.self_test.stages import STAGES, TOTAL_SECONDS
+from isotrain.tools.doctor.self_test.stages import BUDGET_MINUTES, STAGES
 from isotrain.tools.doctor.self_test.verdicts import Engine, Outcome, SelfTestSetting, StageVerdict
 from isotrain.tools.doctor.system import RecordedMachine, Recording, System, ThisMachine
 
@@ -59,8 +59,12 @@ def doctor(
     ] = None,
     trial: Annotated[
         Path | None,
-        Option("--self-test", metavar="DIR", help="Also try devices and engines, at most 15 minutes."),
+        Option("--self-test", metavar="DIR", help="Also try devices and engines, within --budget."),
     ] = None,
+    budget: Annotated[
+        int,
+        Option(min=3, metavar="MINUTES", help="Of --self-test; what does not fit is called unfinished."),
+    ] = BUDGET_MINUTES,
     cluster: Annotated[
         str | None,
         Option(metavar="HOST:PORT", help="With --self-test: a Ray cluster of two machines to try as well."),
@@ -69,7 +73,8 @@ def doctor(
     """Report incompatible driver, toolkit and package versions on this machine, and what to install.
 
     Only a child process imports torch, so this works even if `import torch` fails. Exit code 0: no problem
-    prevents training; 1: at least one does; 2: a mistake in the command.
+    prevents training; 1: at least one does; 2: a mistake in the command; 3: none was found, but the self-test
+    did not end within its budget.
 
     Examples:
 
@@ -101,12 +106,13 @@ def doctor(
         if report.errors:
             typer.echo(said(tr("the self-test did not run: fix the problems above first")), err=True)
         else:
-            results = _run_self_test(report, trial, cluster, quiet=as_json)
+            results = _run_self_test(report, trial, cluster, budget, quiet=as_json)
     if as_json:
         content = report.as_json() | ({"self_test": results.as_json()} if results else {})
         typer.echo(json.dumps(content, indent=2))
-    passed = not report.errors and (results is None or results.passed)
-    raise typer.Exit(0 if passed else 1)
+    failed = bool(report.errors) or (results is not None and results.any("failed"))
+    unfinished = results is not None and results.any("unfinished")
+    raise typer.Exit(1 if failed else 3 if unfinished else 0)
 
 
 def _mistake(
@@ -189,7 +195,12 @@ def _findings(findings: list[MachineFinding]) -> Table:
     return table
 
 
-_OUTCOME_COLOURS: dict[Outcome, str] = {"passed": "green", "failed": "red", "skipped": "yellow"}
+_OUTCOME_COLOURS: dict[Outcome, str] = {
+    "passed": "green",
+    "failed": "red",
+    "skipped": "yellow",
+    "unfinished": "magenta",
+}
 _SHOWN_LINES = 15
 
 
@@ -214,14 +225,14 @@ def _machine_of(folder: Path) -> Path:
     return machine
 
 
-def _run_self_test(report: Report, folder: Path, cluster: str | None, quiet: bool) -> Results:
+def _run_self_test(report: Report, folder: Path, cluster: str | None, budget: int, quiet: bool) -> Results:
     """Run all stages and print each as it ends; with `quiet`, to the error stream."""
 
     def tell(text: str, newline: bool = True) -> None:
         typer.echo(text, nl=newline, err=quiet)
 
     engine: Engine = "vllm" if has_vllm(report) else "hf"
-    tell(f"\nself-test on {report.target} with the engine {engine}, at most {TOTAL_SECONDS / 60:.0f} minutes")
+    tell(f"\nself-test on {report.target} with the engine {engine}, at most {budget} minutes")
     tell(f"It writes to {folder} what you can attach to an issue, and nothing else:")
     for line in CONTENTS:
         tell(f"  {line}")
@@ -246,10 +257,14 @@ def _run_self_test(report: Report, folder: Path, cluster: str | None, quiet: boo
             begun = stage
 
         try:
-            for verdict in SelfTest(setting, begins).run():
+            for verdict in SelfTest(setting, begins, total_seconds=60.0 * budget).run():
                 verdicts.append(verdict)
                 _print_line(verdict, headed=begun == verdict.stage, quiet=quiet)
         finally:  # also of what was interrupted
+            ended = {verdict.stage for verdict in verdicts}
+            for stage in [name for name in STAGES if name not in ended]:
+                interrupted = "the self-test was interrupted"
+                verdicts.append(StageVerdict(stage=stage, outcome="unfinished", result=interrupted))
             results = folders.write(
                 folder,
                 Path(work),
@@ -274,7 +289,7 @@ def _show_self_test(folder: Path, results: Results) -> None:
             _print_line(verdict, headed=False)
     typer.echo(f"\n{_counts(results)}, {results.seconds:.0f} s")
     for verdict in results.verdicts:
-        if verdict.outcome == "failed" and verdict.stage in STAGES:
+        if verdict.stage in STAGES and folders.keeps_log(verdict):
             lines = folders.read_log(folder, verdict.stage)
             typer.echo(f"\n{verdict.stage} should show: {STAGES[verdict.stage]}. The end of its output:")
             typer.echo(indent("\n".join(lines[-_SHOWN_LINES:]), "  "))
@@ -287,9 +302,10 @@ def _head(stage: str) -> str:
 def _print_line(verdict: StageVerdict, headed: bool, quiet: bool = False) -> None:
     from rich.text import Text
 
-    seconds = "" if verdict.outcome == "skipped" else f", {verdict.seconds:.0f} s"
+    ran = verdict.outcome != "skipped" and verdict.seconds
+    seconds = f", {verdict.seconds:.0f} s" if ran else ""
     line = Text("" if headed else _head(verdict.stage))
-    line.append(f"{verdict.outcome:<8}", _OUTCOME_COLOURS[verdict.outcome])
+    line.append(f"{verdict.outcome:<10}", _OUTCOME_COLOURS[verdict.outcome])
     line.append(f" {' '.join(verdict.result.split())}{seconds}")
     rich_console(stderr=quiet).print(line, soft_wrap=True)
 

@@ -131,6 +131,13 @@ def _stale_graphs(vllm: Any) -> None:
     vllm.VllmEngine.update_weights = update
 
 
+def _shares_no_memory(exchange: Any) -> None:
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("the driver does not share memory between processes")
+
+    exchange.open_shared = refuse
+
+
 def _full_disk(writer: Any) -> None:
     def save(self: Any, *args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -166,6 +173,7 @@ FAULTS: dict[str, dict[str, Patch]] = {
     "digest-ignored": {"isotrain.weights.digest": _digest_ignored},
     "sleepless": {_HF: _sleepless},
     "stale-graphs": {"isotrain.rollout.vllm": _stale_graphs},
+    "no-shared-memory": {"isotrain.device.exchange": _shares_no_memory},
     "full-disk": {"isotrain.engine.checkpoint.writer": _full_disk},
     "process-left": {_HF: _process_left},
 }

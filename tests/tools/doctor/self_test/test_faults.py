@@ -47,7 +47,13 @@ FAULTS = (
     Fault("digest-ignored", "weight-update", "took a weight update whose digest is wrong"),
     Fault("sleepless", "sleep", "bytes that a sleeping engine frees is 0"),
     Fault("stale-graphs", "graphs", "log-probs after update 1 is", device="cpu", engine="vllm"),
-    Fault("full-disk", "colocated-save", "No space left on device"),
+    Fault("full-disk", "colocated-save", "No space left on device", also=("weight-route",)),
+    Fault(
+        "no-shared-memory",
+        "weight-route",
+        "weights of grpo went by file in place of ipc: warning: weights go through host memory",
+        timeout=600.0,
+    ),
     Fault("process-left", "memory-returned", "(sleep)"),
 )
 QUICK = {"attention-sees-neighbours"}

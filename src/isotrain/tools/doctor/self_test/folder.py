@@ -1,7 +1,7 @@
 """The folder that a self-test writes, small and without anything private, to be read anywhere.
 
 self-test.json    what ran, on what, with which verdicts and metrics
-logs/STAGE.txt    the end of the output of stages that failed
+logs/STAGE.txt    the end of the output of stages that failed, or did not end
 machine/          versions, devices and variables, as `isotrain doctor --save` writes them
 """
 
@@ -24,13 +24,13 @@ from isotrain.errors import DataError
 from isotrain.observe.environment import SECRET, SECRET_ARGUMENT, URL_CREDENTIALS
 from isotrain.tools.doctor.matrix import Target
 from isotrain.tools.doctor.self_test.run import log_of, part_of
-from isotrain.tools.doctor.self_test.verdicts import StageVerdict
+from isotrain.tools.doctor.self_test.verdicts import Outcome, StageVerdict
 
 RESULTS, LOGS, MACHINE = "self-test.json", "logs", "machine"
 LOG_LINES = 200
 CONTENTS = (
     f"{RESULTS}   stages, verdicts, metrics, times",
-    f"{LOGS}/            the last {LOG_LINES} lines of output of stages that fail",
+    f"{LOGS}/            the last {LOG_LINES} lines of output of stages that fail or do not end",
     f"{MACHINE}/         what `isotrain doctor` examined: devices, driver, versions, their variables",
 )
 LARGEST_LOG = 200_000
@@ -71,9 +71,8 @@ class Results(BaseModel):
             verdict["metrics"] = {n: v if math.isfinite(v) else str(v) for n, v in metrics}
         return content
 
-    @property
-    def passed(self) -> bool:
-        return not any(verdict.outcome == "failed" for verdict in self.verdicts)
+    def any(self, outcome: Outcome) -> bool:
+        return any(verdict.outcome == outcome for verdict in self.verdicts)
 
 
 class Redactor:
@@ -134,12 +133,17 @@ def write(
     (folder / RESULTS).write_text(results.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for verdict in verdicts:
         log = log_of(work, next(iter(part_of(verdict.stage).stages)))
-        if verdict.outcome == "failed" and log.is_file():
+        if keeps_log(verdict) and log.is_file():
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
             (folder / LOGS).mkdir(exist_ok=True)
             text = clean("\n".join(lines)[-LARGEST_LOG:])
             (folder / LOGS / f"{verdict.stage}.txt").write_text(text + "\n", encoding="utf-8")
     return results
+
+
+def keeps_log(verdict: StageVerdict) -> bool:
+    """Whether its output says more than it does: that of a stage that never began is another stage's."""
+    return verdict.outcome == "failed" or (verdict.outcome == "unfinished" and verdict.seconds > 0)
 
 
 def clean_machine(folder: Path) -> None:

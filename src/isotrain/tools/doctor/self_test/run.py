@@ -15,9 +15,16 @@ from pathlib import Path
 
 from isotrain.children import module_command
 from isotrain.process.child import kill_group, marked_processes
-from isotrain.tools.doctor.self_test.stages import DEVICES, LAST_SECONDS, PARTS, TOTAL_SECONDS, SelfTestPart
+from isotrain.tools.doctor.self_test.stages import (
+    BUDGET_MINUTES,
+    DEVICES,
+    LAST_SECONDS,
+    PARTS,
+    SelfTestPart,
+)
 from isotrain.tools.doctor.self_test.verdicts import (
     PROGRESS,
+    Outcome,
     SelfTestSetting,
     StageVerdict,
     argument,
@@ -30,7 +37,8 @@ _POLL_SECONDS = 0.1
 # For a part that has given its verdicts to clean up.
 _GRACE_SECONDS = 20.0
 _KILL_ROUNDS = 20
-TOO_LATE = f"the {TOTAL_SECONDS / 60:.0f} minutes of the self-test are over"
+SKIPPED: Outcome = "skipped"
+UNFINISHED: Outcome = "unfinished"
 
 # Of a job launcher: parts would take themselves for ranks of that job.
 _OF_LAUNCHERS = re.compile(
@@ -45,9 +53,13 @@ class SelfTest:
     begins: Callable[[str], None] = lambda stage: None
     """Called with the name of each stage that starts."""
     parts: Sequence[SelfTestPart] = PARTS
-    total_seconds: float = TOTAL_SECONDS
+    total_seconds: float = 60.0 * BUDGET_MINUTES
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     killed: bool = False
+
+    @property
+    def _over(self) -> str:
+        return f"the {self.total_seconds / 60:.3g} minutes of --budget were over"
 
     def run(self) -> Iterator[StageVerdict]:
         """Verdicts on all stages, each as soon as it is known."""
@@ -69,15 +81,16 @@ class SelfTest:
     def _verdicts(
         self, part: SelfTestPart, setting: SelfTestSetting, outcomes: dict[str, str], deadline: float
     ) -> Iterator[StageVerdict]:
-        reason = part.why_not(setting)
-        if part.after and outcomes.get(part.after) != "passed":
+        reason, outcome = part.why_not(setting), SKIPPED
+        if not reason and part.after and outcomes.get(part.after) != "passed":
             reason = f"{part.after} did not pass"
+            if outcomes.get(part.after) == "unfinished":
+                reason, outcome = f"{part.after} did not end", UNFINISHED
+        if not reason and time.monotonic() > deadline:
+            reason, outcome = f"{self._over} before it began", UNFINISHED
         if reason:
             for stage in part.stages:
-                yield StageVerdict(stage=stage, outcome="skipped", result=reason)
-        elif time.monotonic() > deadline:
-            for stage in part.stages:
-                yield StageVerdict(stage=stage, outcome="failed", result=TOO_LATE)
+                yield StageVerdict(stage=stage, outcome=outcome, result=reason)
         else:
             yield from self._run(part, setting, deadline)
 
@@ -119,18 +132,24 @@ class SelfTest:
                 if len(reported) > number:
                     verdict = reported[number]
                 elif ended or now > limit:
-                    how = (
-                        TOO_LATE if now > deadline else _how_it_ended(process.returncode, now - started, log)
-                    )
-                    verdict = StageVerdict(stage=stage, outcome="failed", result=how, seconds=now - started)
+                    how = _how_it_ended(process.returncode, now - started, log)
+                    outcome: Outcome = "failed"
+                    # A stage that ended by itself, or took longer than it ever may, has failed all the same.
+                    if not ended and now <= started + part.timeout:
+                        how, outcome = f"{self._over}: {how}", "unfinished"
+                    verdict = StageVerdict(stage=stage, outcome=outcome, result=how, seconds=now - started)
                     self.killed = True
                     self._kill()
                 else:
                     time.sleep(_POLL_SECONDS)
             yield verdict
+            if verdict.outcome == "unfinished":
+                for missed in stages[number + 1 :]:
+                    yield StageVerdict(stage=missed, outcome=UNFINISHED, result=f"{stage} did not end")
+                return
             if verdict.outcome == "failed" and not (part.independent and len(reported) > number):
                 for missed in stages[number + 1 :]:
-                    yield StageVerdict(stage=missed, outcome="skipped", result=f"{stage} did not pass")
+                    yield StageVerdict(stage=missed, outcome=SKIPPED, result=f"{stage} did not pass")
                 return
 
     def _kill(self) -> None:

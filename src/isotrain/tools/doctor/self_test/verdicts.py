@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from isotrain.children import die_with_parent
 
-Outcome = Literal["passed", "failed", "skipped"]
+Outcome = Literal["passed", "failed", "skipped", "unfinished"]
+"""`unfinished`: time was over before there was an answer, which is neither a pass nor a failure."""
 Engine = Literal["vllm", "hf"]
 
 PROGRESS = "--- "

@@ -37,6 +37,7 @@ FLOAT32, BFLOAT16, IDENTICAL = 1e-3, 3e-2, 0.0
 MOST_CORES = 8
 # Last lines of output of each worker of a failed run.
 WORKER_LINES = 20
+LONGEST_ERROR = 500
 
 
 def main() -> None:
@@ -104,31 +105,61 @@ def _compare(stage: Stage, losses: list[float], others: list[float], allowed: fl
 
 
 def colocated(setting: SelfTestSetting) -> None:
-    with Reporter(setting.verdicts).stage("colocated-save") as stage:
-        output = setting.directory / "grpo"
-        settings = (
-            *_grpo_settings(setting),
-            "data.batch_size=8",
-            "cluster.address=local",
-            "cluster.placement=colocated",
-            "trainer.save_every=1",
+    stage_of = Reporter(setting.verdicts, independent=True).stage
+    output = setting.directory / "grpo"
+    settings = (*_grpo_settings(setting), "data.batch_size=8", "cluster.address=local")
+    with stage_of("colocated-save") as stage:
+        _save_and_resume(stage, setting, output, *settings, "cluster.placement=colocated")
+    with stage_of("weight-route") as stage:
+        if setting.device == "cpu":
+            raise StageSkipped("on the host there is no device memory between which weights could go")
+        ways = [_check_route(output, "ipc")]
+        if setting.devices > 1:
+            output = setting.directory / "grpo-separate"
+            apart = ("cluster.placement=separate", "device.ranks=1", "rollout.engines=1", "trainer.steps=1")
+            train(setting, "tiny-grpo", output, *settings, *apart)
+            ways.append(_check_route(output, "broadcast"))
+        stage.result = "; ".join(ways)
+
+
+def _save_and_resume(stage: Stage, setting: SelfTestSetting, output: Path, *settings: str) -> None:
+    settings = (*settings, "trainer.save_every=1")
+    train(setting, "tiny-grpo", output, *settings, f"trainer.steps={GRPO_STEPS}")
+    for step in range(1, GRPO_STEPS + 1):
+        if not (step_directory(RunDirectory(output).checkpoints, step) / MARKER).exists():
+            raise StageFailed(f"there is no complete checkpoint of step {step}")
+    train(setting, "tiny-grpo", output, *settings, f"trainer.steps={GRPO_STEPS + 1}")
+    losses = column(output, "actor/pg_loss")
+    if len(losses) != GRPO_STEPS + 1 or not all(map(math.isfinite, losses)):
+        raise StageFailed(
+            f"{len(losses)} finite losses for {GRPO_STEPS + 1} steps, one of them after resuming"
         )
-        train(setting, "tiny-grpo", output, *settings, f"trainer.steps={GRPO_STEPS}")
-        for step in range(1, GRPO_STEPS + 1):
-            if not (step_directory(RunDirectory(output).checkpoints, step) / MARKER).exists():
-                raise StageFailed(f"there is no complete checkpoint of step {step}")
-        train(setting, "tiny-grpo", output, *settings, f"trainer.steps={GRPO_STEPS + 1}")
-        losses = column(output, "actor/pg_loss")
-        if len(losses) != GRPO_STEPS + 1 or not all(map(math.isfinite, losses)):
-            raise StageFailed(
-                f"{len(losses)} finite losses for {GRPO_STEPS + 1} steps, one of them after resuming"
-            )
-        stage.metrics["difference of log-probs"] = max(column(output, "training/rollout_logp_diff_mean"))
-        stage.metrics["seconds of a save"] = max(column(output, "timing_s/save_checkpoint"), default=0.0)
-        apart = stage.metrics["difference of log-probs"]
-        stage.result = (
-            f"{GRPO_STEPS} steps saved, 1 after resuming, log-probs within {apart:.1e} of the trainer's"
+    apart = max(column(output, "training/rollout_logp_diff_mean"))
+    stage.metrics["difference of log-probs"] = apart
+    stage.metrics["seconds of a save"] = max(column(output, "timing_s/save_checkpoint"), default=0.0)
+    stage.result = (
+        f"{GRPO_STEPS} steps saved, 1 after resuming, log-probs within {apart:.1e} of the trainer's"
+    )
+
+
+def _check_route(output: Path, expected: str) -> str:
+    """Which way a run's weights went, by its own record: a run that falls back to files only warns."""
+    starts = RunDirectory(output).starts()
+    ways = {start["device"]["rollout"].get("weights by") for start in starts} - {None}
+    if not ways:
+        raise StageSkipped(f"{output.name} did not come to send weights")
+    if ways != {expected}:
+        begin = "warning: weights go through host memory"
+        warnings = [line[line.index(begin) :] for line in _log(output) if begin in line]
+        raise StageFailed(
+            f"weights of {output.name} went by {' and '.join(sorted(ways))} in place of {expected}: "
+            f"{(warnings or ['the run does not say why'])[0]}"
         )
+    return f"{output.name} by {expected}"
+
+
+def _log(output: Path) -> list[str]:
+    return RunDirectory(output).log.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def _sees(node: Node, path: str) -> bool:
@@ -232,7 +263,9 @@ def _error(said: list[str]) -> str:
     """Last words of a command, from the line that says that it is an error."""
     lines = [line.strip() for line in said if line.strip()] or ["it ended without a message"]
     starts = [number for number, line in enumerate(lines) if line.startswith("error:")]
-    return " ".join(lines[starts[-1] if starts else -1 :])[:500]
+    text = " ".join(lines[starts[-1] if starts else -1 :])
+    # A trace may be between what failed and why.
+    return text if len(text) <= LONGEST_ERROR else f"{text[:200]} ... {text[200 - LONGEST_ERROR :]}"
 
 
 def column(output: Path, metric: str) -> list[float]:
