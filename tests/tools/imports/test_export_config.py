@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,31 @@ def test_a_whole_script_goes_there_and_back() -> None:
     for name in ("verl-grpo.sh", "verl-dapo.sh", "verl-rloo-lora.sh", "verl-ppo.sh"):
         recipe = parse_recipe(convert((SCRIPTS / name).read_bytes(), "verl").recipe, name)
         assert spelled_out(again(recipe)) == spelled_out(recipe), name
+
+
+def test_options_of_the_engine_go_there_and_back() -> None:
+    options = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 16384,
+        "enable_expert_parallel": True,
+        "async_scheduling": False,
+        "block_size": 128,
+        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64]},
+    }
+    overrides = [f"rollout.engine_options={json.dumps(options)}"]
+    recipe = load_recipe(library.find("gsm8k-grpo-8x"), ["trainer.save_every=20", *overrides])
+    exported, back = to_verl(recipe), again(recipe)
+    assert back.rollout is not None and back.rollout.engine_options == options
+    assert "rollout.engine_options" not in [item.field for item in exported.differences]
+    assert {key for key in exported.overrides if "max_num" in key or "engine_kwargs" in key} == {
+        "actor_rollout_ref.rollout.max_num_seqs",
+        "actor_rollout_ref.rollout.max_num_batched_tokens",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.enable_expert_parallel",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode",
+    }
+    # What verl has no key of, and its import does not read, is told.
+    other = ["rollout.engine_options.compilation_config={use_inductor: false}"]
+    lost = to_verl(load_recipe(library.find("gsm8k-grpo-8x"), other)).differences
+    assert [item.changes for item in lost if item.field == "rollout.engine_options"] == [False]

@@ -444,14 +444,17 @@ def test_options_of_vllm_are_taken_over() -> None:
         f"{ROLLOUT}.max_num_seqs=64",
         f"{ROLLOUT}.cudagraph_capture_sizes=[1,2,4]",
         f"+{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel=True",
+        f"{ROLLOUT}.max_num_batched_tokens=16384",
     )
     result = imported(*given)
     assert parse_recipe(result.recipe, "recipe").rollout.engine_options == {  # type: ignore[union-attr]
         "max_num_seqs": 64,
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
         "enable_expert_parallel": True,
+        "max_num_batched_tokens": 16384,
     }
     assert not result.unknown
+    assert "engine_options" not in imported(f"{ROLLOUT}.max_num_batched_tokens=8192").recipe
     other = imported(*given, f"{ROLLOUT}.name=sglang")
     assert "engine_options" not in other.recipe and not other.unknown
 

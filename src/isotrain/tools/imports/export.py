@@ -76,7 +76,9 @@ def to_verl(recipe: Recipe) -> Exported:
 
 def spelled_out(recipe: Recipe) -> dict[str, Any]:
     """Every field as the run uses it: what null stands for, and nothing that has no effect."""
-    values = flatten(resolved(recipe))
+    whole = resolved(recipe)
+    options = (whole.get("rollout") or {}).pop("engine_options", None)  # one field, whatever is in it
+    values = flatten(whole) | ({"rollout.engine_options": options} if options else {})
     algorithm = recipe.algorithm
     if isinstance(algorithm, OnlineSection):
         name = algorithm.loss.name
@@ -174,7 +176,18 @@ def _online(recipe: Recipe) -> dict[str, Any]:
         f"{R}.val_kwargs.temperature": rollout.validation.temperature,
         f"{R}.val_kwargs.do_sample": rollout.validation.temperature > 0,
     }
-    return {**values, **_losses(algorithm), **_rewards(recipe)}
+    return {**values, **_engine_options(rollout.engine_options), **_losses(algorithm), **_rewards(recipe)}
+
+
+def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Where verl has a key of its own it is that one; others are what it passes on to vLLM as they are."""
+    kwargs = f"{R}.engine_kwargs.vllm"
+    own = dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "cudagraph_capture_sizes"), R)
+    compilation = options.get("compilation_config", {})
+    flat = {name: value for name, value in options.items() if name != "compilation_config"}
+    keys = {f"{own.get(name, '+' + kwargs)}.{name}": value for name, value in flat.items()}
+    section = f"+{kwargs}.compilation_config"
+    return keys | {f"{own.get(name, section)}.{name}": value for name, value in compilation.items()}
 
 
 def _losses(algorithm: Online) -> dict[str, Any]:

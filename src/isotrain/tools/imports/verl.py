@@ -345,7 +345,12 @@ def rollout(d: Draft) -> None:
 def engine_options(d: Draft, engine: str) -> None:
     """vLLM's own options; those of its compilation are in a section there."""
     keys = [key for key in _option_keys(d) if engine == "vllm" and d.given(key)]
-    given = {key.rpartition(".")[2]: value for key in keys if (value := d.value(key)) is not None}
+    # verl's default of the tokens of a step is also that of isotrain.
+    given = {
+        key.rpartition(".")[2]: value
+        for key in keys
+        if (value := d.value(key)) is not None and value not in d.table.exact[key].defaults
+    }
     options = {name: value for name, value in given.items() if name in ENGINE_OPTIONS}
     if compilation := {name: value for name, value in given.items() if name not in ENGINE_OPTIONS}:
         options["compilation_config"] = compilation
