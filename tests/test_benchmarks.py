@@ -141,6 +141,7 @@ CASES = {
     "compiled_layers": Case(("first_seconds",)),
     "controller": Case(("seconds", "parts_s", "bytes_a_trajectory", "calls", "step_s")),
     "episodes": Case(("seconds_overlapped", "idle_in_rounds"), minutes=15),
+    "dispatch_budget": Case(("weights", "training", "sampling"), met=True, simulated_npu=True, minutes=20),
     "fused": Case(("max_loss_difference", "first_loss", "last_loss"), met=True, simulated_npu=True),
     "gsm8k_format": Case(("correct", "count")),
     "import_examples": Case(

@@ -1,4 +1,4 @@
-"""Child processes and temporary directories that do not outlive the process that made them."""
+"""Child processes, threads and temporary directories that do not outlive the process that made them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def module_arguments(module: str, *arguments: str) -> tuple[str, ...]:
@@ -22,6 +28,20 @@ def module_arguments(module: str, *arguments: str) -> tuple[str, ...]:
 
 def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, *module_arguments(module, *arguments)]
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Begin it. Not in an executor: one that waits for a process must not keep the program from ending."""
+    future: Future[T] = Future()
+
+    def fulfil() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=fulfil, daemon=True).start()
+    return future
 
 
 _PR_SET_PDEATHSIG = 1

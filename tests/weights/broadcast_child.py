@@ -10,14 +10,33 @@ from typing import Any
 import torch
 
 from isotrain.errors import WeightUpdateError
-from isotrain.weights import stream
-from isotrain.weights.digest import checksums
+from isotrain.weights.devices import CollectiveCarrier, HostCarrier, SharedCarrier
+from isotrain.weights.digest import ROW_BYTES
 from isotrain.weights.transport import TRANSPORTS
 from isotrain.weights.update import WeightUpdate
 
 
-def damaged(bucket: torch.Tensor, places: list[tuple[int, int]]) -> list[int]:
-    return [total ^ 1 for total in checksums(bucket, places)]
+def damage(bucket: torch.Tensor, kind: str) -> None:
+    """What went wrong on the way: each tensor of a bucket begins at a row of its own."""
+    first, last = bucket[:ROW_BYTES], bucket[-ROW_BYTES:]
+    before = bucket.clone()
+    if kind == "bit":
+        bucket[-ROW_BYTES] ^= 128
+    elif kind == "exchanged":
+        first.copy_(before[-ROW_BYTES:])
+        last.copy_(before[:ROW_BYTES])
+    elif kind == "unwritten":
+        first.zero_()
+    assert not kind or not torch.equal(before.cpu(), bucket.cpu())
+
+
+def damaged(receive: Any, kind: str) -> Any:
+    def spoilt(self: Any, size: int, described: dict[str, Any]) -> torch.Tensor:
+        bucket: torch.Tensor = receive(self, size, described)
+        damage(bucket, kind)
+        return bucket
+
+    return spoilt
 
 
 def receive(order: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -34,22 +53,28 @@ def receive(order: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Of the simulated npu: bytes copied to or from the host, and the most that was held."""
+    """Of the simulated npu: bytes copied to or from the host, kernels, waits for it, and the most it held."""
     if device.type == "cpu":
         return {}
     import torch_npu
 
-    return {"copied": torch_npu._C.copied_bytes(), "peak": torch.npu.max_memory_allocated(device)}
+    return {
+        "copied": torch_npu._C.copied_bytes(),
+        "kernels": torch_npu._C.kernel_launches(),
+        "waits": torch_npu._C.host_waits(),
+        "peak": torch.npu.max_memory_allocated(device),
+    }
 
 
 def main() -> None:
     device = torch.device(sys.argv[1])
+    carriers = {carrier: carrier.receive for carrier in (HostCarrier, CollectiveCarrier, SharedCarrier)}
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         started = time.perf_counter()
-        # As if a bit had changed on the way.
-        stream.checksums = damaged if order["damage"] else checksums
+        for carrier, honest in carriers.items():
+            carrier.receive = damaged(honest, order["damage"]) if order["damage"] else honest  # type: ignore
         try:
             answer = receive(order, device)
         except WeightUpdateError as error:

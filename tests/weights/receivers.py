@@ -33,7 +33,7 @@ class Receiver:
         return line.strip() if line == "ready\n" else json.loads(line)
 
     def order(
-        self, update: WeightUpdate, damage: bool = False, timeout: float = TIMEOUT, sums: bool = True
+        self, update: WeightUpdate, damage: str = "", timeout: float = TIMEOUT, sums: bool = True
     ) -> None:
         assert self.process.stdin is not None
         order = {

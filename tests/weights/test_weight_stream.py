@@ -14,11 +14,12 @@ import pytest
 import torch
 from receivers import TIMEOUT, Receiver, ready
 
+from isotrain.children import in_background
 from isotrain.errors import WeightUpdateError
 from isotrain.weights.devices import BroadcastTransport, HostCarrier
 from isotrain.weights.digest import HOST
 from isotrain.weights.send import SendOrder, Sent, WeightSender
-from isotrain.weights.stream import StreamSender
+from isotrain.weights.stream import ALIGNMENT, StreamSender
 from isotrain.weights.update import REHEARSAL, WeightUpdate
 
 pytestmark = pytest.mark.heavy
@@ -66,15 +67,45 @@ def test_all_receivers_have_the_same(
             assert arrived["shapes"] == {name: list(tensor.shape) for name, tensor in weights()}
 
 
-def test_finds_damage_on_the_way(receivers: list[Receiver]) -> None:
+@pytest.mark.parametrize("damage", ["bit", "exchanged", "unwritten"])
+def test_finds_damage_on_the_way(receivers: list[Receiver], damage: str) -> None:
     sender = opened(2)
     announced = sender.announce(1, 0, TIMEOUT)
     receivers[0].order(announced)
-    receivers[1].order(announced, damage=True)
+    receivers[1].order(announced, damage=damage)
     with pytest.raises(WeightUpdateError, match=r"weight update 1: engine 1: .*damaged: digest"):
         sender.send(weights(), 1)
     assert "sums" in receivers[0].read()
     assert receivers[1].read()["error"].startswith("engine 1: weight update 1 is damaged: digest")
+
+
+def test_a_bucket_arrives_while_the_one_before_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the one behind it: an engine has room for two."""
+    monkeypatch.setattr(HostCarrier, "bucket_bytes", 2 * ALIGNMENT)
+    honest, sizes, more = HostCarrier.receive, [], threading.Condition()
+
+    def receive(self: HostCarrier, size: int, described: dict[str, Any]) -> torch.Tensor:
+        bucket = honest(self, size, described)
+        with more:
+            sizes.append(size)
+            more.notify_all()
+        return bucket
+
+    monkeypatch.setattr(HostCarrier, "receive", receive)
+    sender = opened(1)
+    announced = sender.announce(1, 0, TIMEOUT)
+    two_in_a_bucket = [(f"w{number}", torch.full((ALIGNMENT // 4,), float(number))) for number in range(6)]
+    sending = in_background(lambda: sender.send(two_in_a_bucket, 1))
+    with BroadcastTransport().receive(announced, "engine", TIMEOUT, HOST) as contents:
+        tensors = iter(contents.tensors)
+        first, second = next(tensors), next(tensors)
+        with more:
+            assert more.wait_for(lambda: len(sizes) == 2, TIMEOUT)  # nobody has asked for it
+        third = next(tensors)
+        assert len(sizes) == 2
+        names = [name for name, _ in (first, second, third, *tensors)]
+    assert names == [name for name, _ in two_in_a_bucket] and sizes == [2 * ALIGNMENT] * 3
+    assert sending.result(TIMEOUT).tensors == 6
 
 
 def test_a_receiver_that_does_not_come_and_then_does(receivers: list[Receiver]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -127,20 +125,3 @@ def cause_of(failures: Sequence[IsotrainError]) -> IsotrainError:
         return 0 if not may_be_an_effect(failure) else 1 if isinstance(failure, WorkerDied) else 2
 
     return min(failures, key=order)
-
-
-T = TypeVar("T")
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Begin it. Not in an executor: one that waits for a worker must not keep the program from ending."""
-    future: Future[T] = Future()
-
-    def fulfil() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=fulfil, daemon=True).start()
-    return future

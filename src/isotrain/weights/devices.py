@@ -103,9 +103,10 @@ class _DeviceCarrier:
         accelerator = find_device(device.type)
         if not isinstance(accelerator, Accelerator):
             raise WeightUpdateError(f"weights cannot be sent from device to device: {device.type} is none")
+        if device.index is None:
+            device = torch.device(device.type, accelerator.module.current_device())
         self._control, self._accelerator, self._device = control, accelerator, device
-        if device.index is not None:
-            accelerator.module.set_device(device)  # each thread has its own, and this may be a new one
+        self._select()
         self._least = min(self.bucket_bytes, expected)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -115,6 +116,10 @@ class _DeviceCarrier:
             # At once as large as the usual bucket, so that it hardly ever grows.
             self._buffer = torch.zeros(max(size, self._least), dtype=torch.uint8, device=self._device)
         return self._buffer[:size]
+
+    def _select(self) -> None:
+        """Each thread has a device of its own, and buckets are taken by new ones."""
+        self._accelerator.module.set_device(self._device)
 
     def close(self) -> None:
         self._buffer = self._buffer[:0].clone()
@@ -137,6 +142,7 @@ class CollectiveCarrier(_DeviceCarrier):
         self._broadcast(bucket)
 
     def receive(self, size: int, described: dict[str, Any]) -> torch.Tensor:
+        self._select()
         bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._broadcast(bucket)
         return bucket
@@ -177,6 +183,7 @@ class SharedCarrier(_DeviceCarrier):
         self._control.meet()
 
     def receive(self, size: int, described: dict[str, Any]) -> torch.Tensor:
+        self._select()
         if self._opened is None or self._opened[0] != described["shared"]:
             self._opened = None
             whole = int(described["size"])

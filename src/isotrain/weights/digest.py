@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,18 +47,25 @@ TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 class Digest:
-    """Check sums of the tensors' bytes, which are fast, gathered in a SHA-256, which is short."""
+    """Check sums of bytes, which are fast, and what they are of, gathered in a SHA-256, which is short.
+
+    Tensors in a file have a check sum each, tensors in a bucket a place each and one for all of them.
+    """
 
     def __init__(self) -> None:
         self.tensors = 0
         self.bytes = 0
         self._hash = hashlib.sha256()
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], size: int, total: int) -> None:
-        """`total`: the check sum of its bytes."""
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], size: int, number: int) -> None:
+        """`number`: the check sum of its bytes, or where they begin in the bucket."""
         self.tensors += 1
         self.bytes += size
-        self._hash.update(f"{name}\0{dtype}\0{shape}\0{total:016x}\n".encode())
+        self._hash.update(f"{name}\0{dtype}\0{shape}\0{number:016x}\n".encode())
+
+    def add_bucket(self, total: int) -> None:
+        """The check sum of all bytes of the tensors that were added since the bucket before."""
+        self._hash.update(f"{total:016x}\n".encode())
 
     def hex(self) -> str:
         return self._hash.hexdigest()
@@ -99,29 +106,17 @@ def checksum(data: memoryview) -> int:
 _WRAPPED_FACTOR = _FACTOR - 2**64
 """The same bits as a signed number, which torch has on every device."""
 
+ROW_BYTES = 8 * _ROW
 
-def checksums(bucket: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[int]:
-    """Checksums of parts of a flat tensor of bytes, given as starts and sizes; computed where the bytes are.
 
-    Starts are multiples of 8.
+def bucket_checksum(bucket: torch.Tensor) -> int:
+    """As `checksum`, of a flat tensor of bytes in whole rows; computed where the bytes are.
+
+    It takes six kernels and one wait for the device, however many tensors are in the bucket. Tensors that
+    begin at different rows cannot be exchanged without changing it.
     """
     if bucket.device.type == "cpu":
-        view = bucket.numpy().data
-        return [checksum(view[start : start + size]) for start, size in places]
-    if not places:
-        return []
-    totals = torch.stack([_device_checksum(bucket[start : start + size]) for start, size in places]).tolist()
-    return [(total + _FACTOR * size) % 2**64 for total, (_, size) in zip(totals, places, strict=True)]
-
-
-def _device_checksum(part: torch.Tensor) -> torch.Tensor:
-    """As `checksum`, without what the size adds; sums of 64-bit integers wrap around as on the host."""
-    whole = len(part) // 8
-    words = part[: 8 * whole].view(torch.int64)
-    in_rows = whole // _ROW * _ROW
-    tail = part[8 * whole :].long()
-    shifts = torch.arange(len(tail), device=part.device) * 8
-    rest = words[in_rows:].sum() + (tail << shifts).sum()
-    totals = torch.cat([words[:in_rows].view(-1, _ROW).sum(1), rest[None]])
-    weights = torch.arange(len(totals), device=part.device) * 2 + _WRAPPED_FACTOR
-    return (totals * weights).sum()
+        return checksum(bucket.numpy().data)
+    totals = bucket.view(torch.int64).view(-1, _ROW).sum(1)  # such sums wrap around as on the host
+    weights = torch.arange(len(totals), device=bucket.device) * 2 + _WRAPPED_FACTOR
+    return (int((totals * weights).sum()) + _FACTOR * len(bucket)) % 2**64

@@ -20,15 +20,26 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed
 
+from isotrain.children import in_background
 from isotrain.device.exchange import CONNECT_ON_DEMAND
 from isotrain.errors import WeightUpdateError
-from isotrain.weights.digest import HOST, TYPE_NAMES, TYPES, Contents, Digest, Weight, checksums
+from isotrain.weights.digest import (
+    HOST,
+    ROW_BYTES,
+    TYPE_NAMES,
+    TYPES,
+    Contents,
+    Digest,
+    Weight,
+    bucket_checksum,
+)
 from isotrain.weights.update import StoreSource, WeightUpdate
 
 c10d: Any = torch.distributed  # its types leave out what is used here
 
-# In a bucket each tensor begins at a multiple of this, so that any type can be read in place.
-ALIGNMENT = 64
+# In a bucket each tensor begins at a multiple of this: any type can be read in place, and the check sum of
+# the bucket tells tensors apart, as it weighs rows of so many bytes by their places.
+ALIGNMENT = ROW_BYTES
 
 
 class Deadline:
@@ -174,15 +185,20 @@ class StreamTransport(ABC):
         digest = Digest()
         # Closed before the sender hears that all is well: it frees what it has shared.
         with closing(self.open_carrier(control, device, 0)) as carrier:
-            while True:
-                metadata, size = _hear_metadata(control)
-                if "abort" in metadata:
-                    raise WeightUpdateError(
-                        f"{engine}: the sender aborted weight update {update.version}: {metadata['abort']}"
-                    )
-                if "end" in metadata:
-                    break
-                yield from _taken(carrier.receive(size, metadata["carrier"]), metadata["entries"], digest)
+            bucket = _receive(control, carrier)
+            while bucket.bytes is not None:
+                weights, bucket = _taken(bucket, digest), _NOTHING
+                yield next(weights)
+                # Only now has the engine let go of the bucket before: there is never a third one. The thread
+                # takes no part in a bucket that nobody waits for, so giving up is noticed at the next.
+                ahead = in_background(lambda: _receive(control, carrier))
+                yield from weights
+                bucket = ahead.result()
+        metadata = bucket.metadata
+        if "abort" in metadata:
+            raise WeightUpdateError(
+                f"{engine}: the sender aborted weight update {update.version}: {metadata['abort']}"
+            )
         end = WeightUpdate(update.version, (source,), **metadata["end"])
         contents.digest = digest.hex()
         try:
@@ -264,13 +280,34 @@ class StreamSender:
                 raise WeightUpdateError(f"weight update {version}: {reply}")
 
 
-def _taken(bucket: torch.Tensor, described: list[Any], digest: Digest) -> Iterator[Weight]:
+class _Bucket(NamedTuple):
+    """One that has arrived, with its check sum; without bytes, the end of an update or why there is none."""
+
+    metadata: dict[str, Any]
+    bytes: torch.Tensor | None = None
+    total: int = 0
+
+
+_NOTHING = _Bucket({})
+
+
+def _receive(control: Control, carrier: Carrier) -> _Bucket:
+    metadata, size = _hear_metadata(control)
+    if "entries" not in metadata:
+        return _Bucket(metadata)
+    bucket = carrier.receive(size, metadata["carrier"])
+    return _Bucket(metadata, bucket, bucket_checksum(bucket))
+
+
+def _taken(bucket: _Bucket, digest: Digest) -> Iterator[Weight]:
     """The tensors of a bucket, which they keep alive."""
-    entries = [_entry(*entry, room=len(bucket)) for entry in described]
-    totals = checksums(bucket, [(entry.start, entry.size) for entry in entries])
-    for entry, total in zip(entries, totals, strict=True):
-        digest.add(entry.name, entry.dtype, entry.shape, entry.size, total)
-        part = bucket[entry.start : entry.start + entry.size]
+    assert bucket.bytes is not None
+    entries = [_entry(*entry, room=len(bucket.bytes)) for entry in bucket.metadata["entries"]]
+    for entry in entries:
+        digest.add(entry.name, entry.dtype, entry.shape, entry.size, entry.start)
+    digest.add_bucket(bucket.total)
+    for entry in entries:
+        part = bucket.bytes[entry.start : entry.start + entry.size]
         yield entry.name, part.view(TYPES[entry.dtype]).view(entry.shape)
 
 
@@ -328,16 +365,18 @@ def _send(
     control: Control, carrier: Carrier, entries: list[Entry], parts: list[torch.Tensor], digest: Digest
 ) -> None:
     """One bucket: filled, added to the digest, described, sent."""
-    total = entries[-1].start + _aligned(entries[-1].size)
-    bucket = carrier.buffer(total)
+    size = entries[-1].start + _aligned(entries[-1].size)
+    bucket = carrier.buffer(size)
+    if size > sum(entry.size for entry in entries):
+        bucket.zero_()  # what is between tensors is sent and counted as well
     for entry, tensor in zip(entries, parts, strict=True):
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if entry.size else bucket[:0]
         bucket[entry.start : entry.start + entry.size].copy_(flat)
     parts.clear()
-    totals = checksums(bucket, [(entry.start, entry.size) for entry in entries])
-    for entry, checked in zip(entries, totals, strict=True):
-        digest.add(entry.name, entry.dtype, entry.shape, entry.size, checked)
-    _tell(control, {"entries": entries, "carrier": carrier.describe()}, total)
+    for entry in entries:
+        digest.add(entry.name, entry.dtype, entry.shape, entry.size, entry.start)
+    digest.add_bucket(bucket_checksum(bucket))
+    _tell(control, {"entries": entries, "carrier": carrier.describe()}, size)
     carrier.send(bucket)
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 from contract_checks import Checks, requests
 from vllm import LLM
 
-from isotrain.cluster.waiting import in_background
+from isotrain.children import in_background
 from isotrain.rollout.base import Sampling
 from isotrain.rollout.vllm import VllmEngine
 from isotrain.weights.devices import BroadcastTransport

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isotrain.cluster.waiting import in_background
+from isotrain.children import in_background
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
 from isotrain.rollout.base import More, Request, Sampling, no_more, trajectory_of

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from isotrain.algorithms.rewards import informative
+from isotrain.children import in_background
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.replaceable import DIED, Died, Replaceable, WorkerTask
-from isotrain.cluster.waiting import in_background
 from isotrain.cluster.workers import Stream, WorkerCall, next_item, wait_any
 from isotrain.data.loader import Sampler
 from isotrain.errors import WorkerLost

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.children import in_background
 from isotrain.cluster.failures import Overdue, WorkerDied
 from isotrain.cluster.placement import Placement
 from isotrain.cluster.replaceable import Died, Replaceable, WorkerTask
-from isotrain.cluster.waiting import in_background
 from isotrain.cluster.workers import WorkerCall, WorkerGroup, wait_any
 from isotrain.errors import WeightUpdateError, WorkerLost
 from isotrain.trainers.online.policy_rank import PolicyRank

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isotrain.children import in_background
 from isotrain.cluster.connect import join_cluster, resource_counts
 from isotrain.cluster.placement import (
     Demand,
@@ -24,7 +25,7 @@ from isotrain.cluster.placement import (
     rank_environments,
 )
 from isotrain.cluster.private import SHARED_MEMORY
-from isotrain.cluster.waiting import Watch, in_background
+from isotrain.cluster.waiting import Watch
 from isotrain.cluster.workers import Member, W, WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.detect import find_device

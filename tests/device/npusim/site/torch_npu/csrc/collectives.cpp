@@ -266,6 +266,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("refresh", [](const at::Tensor& tensor) { refresh(tensor.storage()); });
   m.def("borrowed_tensor", &borrowed_tensor);
   m.def("copied_bytes", &copied_bytes);
+  m.def("kernel_launches", &kernel_launches);
+  m.def("host_waits", &host_waits);
 
   py::module_::import("torch.distributed");  // registers the base class
   // torch calls perform_nocolor_split on the ranks that are not in a new group; gloo needs nothing of them.

@@ -37,6 +37,11 @@ at::Tensor host_tensor(const at::Tensor& tensor);
 // Bytes that this process has copied between npu and host memory.
 int64_t copied_bytes();
 
+// Operators that this process has given to the device, without views; and how often the host waited for a result
+// of the device: for a value, a copy to the host, or a shape that depends on data.
+int64_t kernel_launches();
+int64_t host_waits();
+
 // A flat npu tensor of bytes that another process shares through a host storage.
 at::Tensor borrowed_tensor(const at::Tensor& host, int index);
 

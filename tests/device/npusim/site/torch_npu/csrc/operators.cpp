@@ -15,6 +15,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <unordered_set>
@@ -84,6 +85,12 @@ void refuse_double(const at::Tensor& tensor, const std::string& name) {
               "[DT_FLOAT,DT_FLOAT16,DT_BFLOAT16]. (operator ", name, ")");
 }
 
+std::atomic<int64_t> copied{0}, launched{0}, waited{0};
+
+bool is_mask(const at::Tensor& tensor) {
+  return tensor.defined() && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
+}
+
 // One operator call, carried out by the CPU kernel. Results with memory of their own become npu memory
 // without a copy, results on an argument's memory become views of it, and written arguments are returned.
 class HostCall {
@@ -99,6 +106,7 @@ class HostCall {
     for (size_t i = 0; i < arguments_.size(); ++i) (*stack_)[first_ + i] = lower(arguments_[i]);
     require_one_device();
     for (const auto& pair : pairs_) refuse_double(pair.npu, op_.operator_name().name);
+    if (!pairs_.empty() || device_ >= 0) count();
     {
       at::AutoDispatchBelowADInplaceOrView below;
       std::optional<BorrowedGenerator> borrowed;
@@ -115,6 +123,24 @@ class HostCall {
   };
 
   c10::DeviceIndex device() const { return device_ < 0 ? current_device() : device_; }
+
+  // A view launches nothing. The host waits for the device where a result's value or shape depends on data:
+  // of indexing, only with a mask.
+  void count() const {
+    bool view = !schema_.returns().empty();
+    for (const auto& result : schema_.returns()) {
+      view = view && result.alias_info() && !result.alias_info()->isWrite();
+    }
+    if (view) return;
+    ++launched;
+    bool waits = op_.hasTag(at::Tag::data_dependent_output) || op_.hasTag(at::Tag::dynamic_output_shape);
+    const auto& name = op_.operator_name().name;
+    if (name == "aten::index" || name == "aten::index_put" || name == "aten::index_put_" ||
+        name == "aten::_index_put_impl_") {
+      waits = std::any_of(pairs_.begin() + 1, pairs_.end(), [](const Pair& pair) { return is_mask(pair.npu); });
+    }
+    if (waits) ++waited;
+  }
 
   c10::IValue lower(const c10::IValue& value) {
     if (value.isTensor()) return lower(value.toTensor());
@@ -260,11 +286,11 @@ at::Tensor efficient_zero_tensor(c10::SymIntArrayRef size, std::optional<at::Sca
   return empty(size, dtype, layout, device, pinned, std::nullopt).zero_();
 }
 
-std::atomic<int64_t> copied{0};
-
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
   if (on_npu(from) != on_npu(to)) copied += static_cast<int64_t>(to.nbytes());
+  if (on_npu(from) && on_npu(to)) ++launched;
+  if (on_npu(from) && !on_npu(to) && !non_blocking) ++waited;
   host_tensor(to).copy_(host_tensor(from));
   return to;
 }
@@ -274,7 +300,11 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
-at::Scalar local_scalar_dense(const at::Tensor& tensor) { return host_tensor(tensor).item(); }
+at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+  ++waited;
+  copied += static_cast<int64_t>(tensor.itemsize());
+  return host_tensor(tensor).item();
+}
 
 at::Tensor as_strided(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                       std::optional<c10::SymInt> offset) {
@@ -439,6 +469,8 @@ at::Tensor host_tensor(const at::Tensor& tensor) {
 }
 
 int64_t copied_bytes() { return copied; }
+int64_t kernel_launches() { return launched; }
+int64_t host_waits() { return waited; }
 
 at::Tensor borrowed_tensor(const at::Tensor& host, int index) {
   return on_storage(borrow(host.storage(), static_cast<c10::DeviceIndex>(index)),

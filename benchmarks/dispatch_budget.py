@@ -1,0 +1,306 @@
+"""Kernels, waits of the host and bytes through host memory of what a step repeats. Lower is better.
+
+On the simulated npu, which counts every operator that is given to the device and every time that the host
+waits for a result of it:
+
+- `weights`: one weight update of a mixture of experts from one process to another, by both ways that devices
+  have. Kernels and waits of each side, for each tensor and each GB; bytes that pass through host memory. What
+  an engine does with the tensors is not part of it.
+- `training`: one update of the tiny model, with and without fused operators. Kernels and waits of one further
+  layer, as the difference between four layers and two. A fused operator counts as one kernel forward and one
+  backward, whatever the simulation computes it from.
+- `sampling`: vLLM's own function draws the next tokens of 64 responses, with a seed each and without.
+
+`ratio` is the number of kernels of both sides for each tensor of a weight update. A simulation counts calls:
+what a kernel costs on a chip, and into how many kernels its libraries divide an operator, it does not know.
+
+    PYTHONPATH=tests/device/npusim/site python benchmarks/dispatch_budget.py [--bucket 16777216]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import bench
+
+# A copy into the bucket, and what belongs to the bucket.
+GOAL = 2.0
+TIMEOUT = 300.0
+RESPONSES, VOCABULARY = 64, 4096
+LENGTHS = (37, 64, 27)
+
+
+# What the simulation's fused operators are made of, less one kernel for each of them.
+inner: Counter[str] = Counter()
+FUSED = ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_grouped_matmul")
+
+
+def counts() -> dict[str, int]:
+    return {name: value - inner[name] for name, value in counted().items()}
+
+
+def counted() -> dict[str, int]:
+    import torch_npu
+
+    device = torch_npu._C
+    return {
+        "kernels": int(device.kernel_launches()),
+        "waits": int(device.host_waits()),
+        "host_bytes": int(device.copied_bytes()),
+    }
+
+
+@contextmanager
+def one_kernel() -> Iterator[None]:
+    before = counted()
+    yield
+    inner.update({name: value - before[name] for name, value in counted().items()})
+    inner["kernels"] -= 1
+
+
+def as_one(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, counted once forward and once backward."""
+    import torch
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rebuild: Callable[..., Any], *tensors: Any) -> Any:
+            # Without the hooks of checkpointing, which would compute the layer again inside of the operator.
+            kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+            with one_kernel(), kept, torch.enable_grad():
+                ctx.given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+                made = rebuild(*ctx.given)
+            ctx.single = isinstance(made, torch.Tensor)
+            ctx.made = [made] if ctx.single else list(made)
+            results = [m.detach() if isinstance(m, torch.Tensor) else m for m in ctx.made]
+            return results[0] if ctx.single else tuple(results)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            with one_kernel():
+                pairs = [
+                    (m, g)
+                    for m, g in zip(ctx.made, gradients, strict=True)
+                    if g is not None and isinstance(m, torch.Tensor) and m.requires_grad
+                ]
+                wanted = [t for t in ctx.given if t.requires_grad]
+                made, given = zip(*pairs, strict=True)
+                found = iter(torch.autograd.grad(made, wanted, given, allow_unused=True))
+                return None, *(next(found) if t.requires_grad else None for t in ctx.given)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values, tree = tree_flatten((args, kwargs))
+        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+
+        def rebuild(*tensors: Any) -> Any:
+            filled = dict(zip(places, tensors, strict=True))
+            again, named = tree_unflatten([filled.get(n, v) for n, v in enumerate(values)], tree)
+            return operator(*again, **named)
+
+        tensors = [values[place] for place in places]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return Once.apply(rebuild, *tensors)
+        with one_kernel():
+            return rebuild(*tensors)
+
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    return call
+
+
+def since(before: dict[str, int]) -> dict[str, int]:
+    return {name: value - before[name] for name, value in counts().items()}
+
+
+def weights(layers: int, experts: int) -> Iterator[tuple[str, Any]]:
+    """Tensors as published files of a mixture name them, with small experts."""
+    import torch
+
+    def new(*shape: int) -> Any:
+        return torch.randn(shape, dtype=torch.bfloat16).to("npu:0")
+
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield f"{prefix}.self_attn.{name}.weight", new(512, 512)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}.{name}.weight", new(512)
+        for expert in range(experts):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                yield f"{prefix}.mlp.experts.{expert}.{name}.weight", new(96, 512)
+
+
+def receive(device: str) -> None:
+    """The engine's process: takes tensor after tensor and keeps none."""
+    import torch
+
+    from isotrain.weights.transport import open_incoming
+    from isotrain.weights.update import WeightUpdate
+
+    torch.zeros(1, device=device)
+    update, before = WeightUpdate.from_json(json.loads(sys.stdin.readline())), counts()
+    with open_incoming(update, "engine", TIMEOUT, torch.device(device)) as contents:
+        for _ in contents.tensors:
+            pass
+    print(json.dumps(since(before)))
+
+
+def weight_update(transport: str, bucket: int, layers: int, experts: int) -> dict[str, Any]:
+    import torch
+
+    from isotrain.weights import devices
+    from isotrain.weights.transport import TRANSPORTS
+
+    devices._DeviceCarrier.bucket_bytes = bucket
+    held = list(weights(layers, experts))
+    size = sum(tensor.nbytes for _, tensor in held)
+    sender = TRANSPORTS[transport].open("127.0.0.1", 1, TIMEOUT, torch.device("npu:0"))
+    target = "npu:0" if transport == "ipc" else "npu:1"
+    command = [sys.executable, __file__, "--receive", target]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+    announced = sender.announce(1, 0, TIMEOUT)
+    assert announced is not None
+    child.stdin.write(json.dumps(asdict(announced)) + "\n")
+    child.stdin.flush()
+    before = counts()
+    sender.send(held, 1)
+    sides = {"sender": since(before), "receiver": json.loads(child.stdout.readline())}
+    child.wait(timeout=60)
+    both = {name: sum(side[name] for side in sides.values()) for name in before}
+    return {
+        "tensors": len(held),
+        "bytes": size,
+        "buckets": -(-size // bucket),
+        **sides,
+        "kernels_per_tensor": both["kernels"] / len(held),
+        "kernels_per_gb": both["kernels"] / size * 1e9,
+        "waits": both["waits"],
+        "host_bytes_per_gb": both["host_bytes"] / size * 1e9,
+    }
+
+
+def update(model: Path, fused: str, dtype: str) -> dict[str, int]:
+    """The second update: the first one also makes what is kept."""
+    import numpy as np
+    import torch_npu
+
+    for name in FUSED:  # before transformers asks for them
+        setattr(torch_npu, name, as_one(getattr(torch_npu, name)))
+
+    from isotrain.data.items import Sample
+    from isotrain.data.packing import pack
+    from isotrain.device.detect import choose_device
+    from isotrain.engine.build import build_engine
+    from isotrain.engine.world import join_world
+    from isotrain.recipe.schema import ModelSection, OptimizerSection
+
+    device = choose_device("npu")
+    draw = np.random.default_rng(0)
+    samples = [Sample(draw.integers(4, 500, n).astype(np.int32), np.ones(n, np.bool_)) for n in LENGTHS]
+    section = ModelSection.model_validate({"path": str(model), "dtype": dtype, "fused": fused})
+    with join_world(device) as world:
+        engine = build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
+        for _ in range(2):
+            before = counts()
+            engine.step([pack(samples)], lambda head, tokens: head.nll_share(tokens), 1e-3)
+        return since(before)
+
+
+def training(dtype: str) -> dict[str, Any]:
+    """Of one further layer."""
+    from isotrain.data.prepare.tiny import make_tiny
+
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for architecture in ("qwen3", "qwen3_moe"):
+            models = {layers: Path(directory) / f"{architecture}-{layers}" for layers in (2, 4)}
+            for layers, path in models.items():
+                make_tiny(
+                    path, train_rows=1, validation_rows=1, architecture=architecture, layers=layers,
+                    hidden=128, heads=2, kv_heads=1,
+                )  # fmt: skip
+            for fused in ("off", "auto"):
+                by_depth = {layers: _apart(path / "model", fused, dtype) for layers, path in models.items()}
+                layer = {name: (by_depth[4][name] - by_depth[2][name]) / 2 for name in by_depth[2]}
+                result[f"{architecture} fused={fused}"] = layer
+    return result
+
+
+def _apart(model: Path, fused: str, dtype: str) -> dict[str, int]:
+    """In a process of its own: a process joins a world of ranks once."""
+    command = [sys.executable, __file__, "--update", str(model), "--fused", fused, "--dtype", dtype]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    last: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return last
+
+
+def sampling() -> dict[str, Any]:
+    """Kernels of one token of all responses."""
+    import torch
+
+    try:
+        from vllm.v1.sample.ops.topk_topp_sampler import random_sample
+    except ImportError as missing:
+        return {"not_counted": str(missing)}
+    result: dict[str, Any] = {"responses": RESPONSES}
+    for name, seeded in (("seeded", True), ("unseeded", False)):
+        generators = {row: torch.Generator("npu").manual_seed(row) for row in range(RESPONSES * seeded)}
+        probs = torch.full((RESPONSES, VOCABULARY), 1 / VOCABULARY, device="npu")
+        before = counts()
+        random_sample(probs, generators)
+        result[name] = since(before)["kernels"]
+    return result
+
+
+def main() -> None:
+    parser = bench.Options(__doc__, layers=1, experts=32)
+    parser.add_argument("--bucket", type=int, default=16 << 20, help="bytes")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--part", choices=["weights", "training", "sampling"])
+    for hidden in ("--receive", "--update", "--fused"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    options = parser.read()
+    os.environ.setdefault("NPU_SIM_DEVICES", "2")
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+    if options.receive:
+        receive(options.receive)
+    elif options.update:
+        print(json.dumps(update(Path(options.update), options.fused, options.dtype)))
+    else:
+        sizes, part = (options.bucket, options.layers, options.experts), options.part
+        if part in ("training", "sampling"):
+            bench.show(
+                name="dispatch_budget", **(sampling() if part == "sampling" else training(options.dtype))
+            )
+            return
+        sent = {name: weight_update(name, *sizes) for name in ("broadcast", "ipc")}
+        worst = max(figures["kernels_per_tensor"] for figures in sent.values())
+        bench.report(
+            "dispatch_budget",
+            worst,
+            goal=GOAL,
+            met=worst <= GOAL,
+            bucket=options.bucket,
+            weights=sent,
+            **({} if part else {"training": training(options.dtype), "sampling": sampling()}),
+        )
+
+
+if __name__ == "__main__":
+    main()
