@@ -33,8 +33,8 @@ OPTIMIZER = OptimizerSection(max_grad_norm=0, state_dtype="bfloat16")
 
 def engines(models: Path, device: Device, world: World) -> dict[str, TrainingEngine]:
     def section(name: str, **options: object) -> ModelSection:
-        given = {"path": str(models / name / "model"), "dtype": "float32", "logits_chunk": 16, **options}
-        return ModelSection.model_validate(given)
+        given = {"path": str(models / name / "model"), "dtype": "float32", "logits_chunk": 16}
+        return ModelSection.model_validate({**given, "fused": "off", **options})
 
     # A CPU has no other memory to keep them in: there it changes nothing.
     adapted = section("tiny", lora={"rank": 1}, offload={"weights": True})

@@ -104,7 +104,7 @@ class Job:
 
     def section(self, **model: Any) -> ModelSection:
         return ModelSection.model_validate(
-            {"path": str(self.model), "dtype": "float32", "logits_chunk": 16, **model}
+            {"path": str(self.model), "dtype": "float32", "logits_chunk": 16, "fused": "off", **model}
         )
 
     def policy(self, **model: Any) -> TrainingEngine:

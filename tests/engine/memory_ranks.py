@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def train(model: dict[str, Any], device: Device, world: World, optimizer: OptimizerSection) -> Tensors:
-    section = ModelSection.model_validate({"logits_chunk": 16, **model})
+    section = ModelSection.model_validate({"logits_chunk": 16, "fused": "off", **model})
     module = torch.get_device_module(world.device)
     gc.collect()
     before = device.memory().allocated
@@ -71,7 +71,7 @@ def saved_numbers_stay(engine: TrainingEngine) -> bool:
 def reference(options: dict[str, Any], device: Device, world: World) -> Tensors:
     found = {}
     for choice in ("nothing", "weights"):
-        section = ModelSection.model_validate({**options, **CHOICES[choice]})
+        section = ModelSection.model_validate({"fused": "off", **options, **CHOICES[choice]})
         gc.collect()
         before = device.memory().allocated
         frozen = build_reference(section, device=device, world=world)

@@ -97,7 +97,13 @@ MORE: dict[str, Case] = {
 def train(case: Case, models: Path, out: Path, device: Device, world: World) -> Tensors:
     name, batches, objective, options = case
     section = ModelSection.model_validate(
-        {"path": str(models / name / "model"), "dtype": "float32", "logits_chunk": 16, **options}
+        {
+            "path": str(models / name / "model"),
+            "dtype": "float32",
+            "logits_chunk": 16,
+            "fused": "off",
+            **options,
+        }
     )
     engine: TrainingEngine = (
         build_critic(section, OptimizerSection(), path=None, device=device, world=world)

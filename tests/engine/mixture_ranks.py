@@ -16,7 +16,7 @@ from isotrain.weights.send import full_weights
 
 
 def main(device_type: str, model: str, out: Path) -> None:
-    device, section = choose_device(device_type), ModelSection(path=model, dtype="float32")
+    device, section = choose_device(device_type), ModelSection(path=model, dtype="float32", fused="off")
     with join_world(device) as world:
         engine = build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
         tensors = {name: t.cpu().contiguous() for name, t in full_weights(engine, torch.float32)}

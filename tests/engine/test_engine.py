@@ -52,7 +52,7 @@ def world(device_type: str) -> Iterator[World]:
 @pytest.fixture
 def build(tiny: Path, device_type: str, world: World) -> Build:
     def make(model: dict[str, Any] | None = None, **optimizer: Any) -> TrainingEngine:
-        section = {"path": str(tiny / "model"), "dtype": "float32", **(model or {})}
+        section = {"path": str(tiny / "model"), "dtype": "float32", "fused": "off", **(model or {})}
         return build_engine(
             ModelSection.model_validate(section),
             OptimizerSection.model_validate(optimizer),

@@ -50,7 +50,7 @@ def make(out: Path, architecture: Any) -> Path:
 
 @contextmanager
 def engine_of(directory: Path, device_type: str, **model: Any) -> Iterator[TrainingEngine]:
-    section = ModelSection(path=str(directory), dtype="float32", **model)
+    section = ModelSection(path=str(directory), **{"dtype": "float32", "fused": "off", **model})
     device = choose_device(device_type)
     with join_world(device) as world:
         # Without clipping, and with a momentum of 0.5, the first moments are half of the gradients.

@@ -53,7 +53,7 @@ def reference(directory: Path) -> PreTrainedModel:
 
 @pytest.fixture
 def engine(directory: Path, device_type: str) -> Iterator[TrainingEngine]:
-    section = ModelSection(path=str(directory), dtype="float32")
+    section = ModelSection(path=str(directory), dtype="float32", fused="off")
     device = choose_device(device_type)
     with join_world(device) as world:
         yield build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
@@ -117,7 +117,7 @@ def test_memory_comes_with_materialise(tiny: Path, device_type: str) -> None:
 def test_building_an_engine_takes_the_memory_of_its_weights(directory: Path) -> None:
     gc.collect()
     device = choose_device("npu")
-    section = ModelSection(path=str(directory), dtype="float32")
+    section = ModelSection(path=str(directory), dtype="float32", fused="off")
     with join_world(device) as world:
         before = device.memory().allocated
         torch.npu.reset_peak_memory_stats()

@@ -149,7 +149,7 @@ class ModelSection(Section):
     """Compute type of the language-model head, in training and in rollout engines: as `dtype`, or float32."""
     attention: Annotated[Literal["auto", "flash", "sdpa", "padded"], Affects.EXECUTION] = "auto"
     """Attention over packed samples: `flash` kernels, `sdpa` (exact SDPA per sample), or `padded`."""
-    fused: Annotated[Literal["auto", "off", "on"], Affects.EXECUTION] = "off"
+    fused: Annotated[Literal["auto", "off", "on"], Affects.EXECUTION] = "auto"
     """Fused operators (other rounding): `auto` where they fit, `on` or an error. Not verified on hardware."""
     experts: Annotated[Literal["auto", "eager", "grouped_mm", "batched_mm"], Affects.EXECUTION] = "auto"
     """transformers' implementation of a mixture's experts; `auto` takes the device's."""

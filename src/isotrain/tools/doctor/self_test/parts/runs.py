@@ -58,6 +58,7 @@ def supervised(setting: SelfTestSetting) -> None:
             f"trainer.steps={SFT_STEPS}",
             "data.batch_size=8",
             "trainer.save_every=0",
+            "model.fused=off",  # the host has none; they have a stage of their own
         )
         train(setting, "tiny-sft", output, *fixed, *changes)
         return column(output, "train/loss")
