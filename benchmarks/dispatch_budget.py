@@ -110,7 +110,7 @@ def as_one(operator: Callable[..., Any]) -> Callable[..., Any]:
 
         tensors = [values[place] for place in places]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return Once.apply(rebuild, *tensors)
+            return Once.apply(rebuild, *tensors)  # type: ignore[no-untyped-call]
         with one_kernel():
             return rebuild(*tensors)
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from isotrain.cli.main import app
+from isotrain.tools.doctor.self_test.stages import STAGES
 from support import command
 
 MACHINES = Path(__file__).parents[1] / "tools" / "doctor" / "machines"
@@ -101,11 +102,12 @@ def test_the_self_test_passes_its_stages_or_says_why_not(tmp_path: Path, on: str
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((folder / "self-test.json").read_text())
+    assert [verdict["stage"] for verdict in results["verdicts"]] == list(STAGES)
     skipped = {verdict["stage"] for verdict in results["verdicts"] if verdict["outcome"] == "skipped"}
     assert (
         skipped
         == {
-            "cpu": {"sft", "sft-bfloat16", "fused", "sleep", "two-machines"},
+            "cpu": {"sft", "sft-bfloat16", "fused", "sleep", "weight-route", "two-machines"},
             "npu": {"graphs", "tensor-parallel", "two-machines"},
         }[on]
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import npusim
 import numpy as np
 import pytest
 import torch
@@ -21,6 +24,7 @@ from transformers import (
 
 from isotrain.data.items import Sample
 from isotrain.data.packing import pack
+from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import (
@@ -74,6 +78,34 @@ def npu() -> Device:
 def world(npu: Device) -> Iterator[World]:
     with join_world(npu) as world:
         yield world
+
+
+def test_fused_operators_are_the_default(npu: Device, world: World, tiny: Path) -> None:
+    model = ModelSection(path=str(tiny / "model"), dtype="float32")
+    engine = build_engine(model, OptimizerSection(), device=npu, world=world, seed=0)
+    assert model.fused == "auto" and engine.model.fused.operators == EVERYTHING
+
+
+@pytest.mark.heavy
+def test_the_host_does_not_wait_for_experts(tmp_path: Path) -> None:
+    """Twice in an update, for loss and gradient norm; with a loop over experts at each of them."""
+    make_tiny(
+        tmp_path / "tiny", train_rows=1, validation_rows=1, architecture="qwen3_moe", hidden=128, heads=2
+    )
+    waits = {}
+    for fused in ("off", "auto"):
+        script = Path(__file__).parents[2] / "benchmarks" / "dispatch_budget.py"
+        counted = [sys.executable, str(script), "--update", str(tmp_path / "tiny" / "model")]
+        done = subprocess.run(
+            [*counted, "--fused", fused],
+            env=npusim.environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        waits[fused] = json.loads(done.stdout.splitlines()[-1])["waits"]
+    assert waits["auto"] <= 2 and waits["off"] >= 50
 
 
 def section(path: Path, fused: str, **model: Any) -> ModelSection:
