@@ -13,6 +13,7 @@ from isotrain.recipe.online import ClusterSection, Online, OnlineSection, PpoSec
 from isotrain.recipe.schema import Recipe, SftSection
 from isotrain.tools.imports.convert import from_source
 from isotrain.tools.imports.draft import changes
+from isotrain.tools.imports.keys import verl_ppo
 from isotrain.tools.imports.source import ImportSource, ImportSourceError, flatten
 from isotrain.tools.imports.verl import CUTS
 from isotrain.tools.imports.verl_algorithm import ESTIMATORS, LOSSES, OPTIM, A, M, R
@@ -181,13 +182,14 @@ def _online(recipe: Recipe) -> dict[str, Any]:
 
 def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
     """Where verl has a key of its own it is that one; others are what it passes on to vLLM as they are."""
-    kwargs = f"{R}.engine_kwargs.vllm"
-    own = dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "cudagraph_capture_sizes"), R)
+    known, kwargs = verl_ppo().exact, f"+{R}.engine_kwargs.vllm"
     compilation = options.get("compilation_config", {})
     flat = {name: value for name, value in options.items() if name != "compilation_config"}
-    keys = {f"{own.get(name, '+' + kwargs)}.{name}": value for name, value in flat.items()}
-    section = f"+{kwargs}.compilation_config"
-    return keys | {f"{own.get(name, section)}.{name}": value for name, value in compilation.items()}
+    return {
+        f"{R if f'{R}.{name}' in known else section}.{name}": value
+        for section, values in ((kwargs, flat), (f"{kwargs}.compilation_config", compilation))
+        for name, value in values.items()
+    }
 
 
 def _losses(algorithm: Online) -> dict[str, Any]:
