@@ -89,6 +89,8 @@ def update_of(case: Case, device: Device, ranks: int) -> Update:
 
 
 def sync_seconds(case: Case, engines: int) -> float:
+    """From device to device. Runs with staleness go through files today, for which there is no rate:
+    docs/scale.md says so above the tables."""
     growth = 1.0 + SYNC_GROWTH * max(0.0, math.log(engines * case.tensor_parallel / 16, 16))
     return weight_line().seconds(case.model.gigabytes) * growth
 
