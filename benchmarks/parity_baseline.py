@@ -28,6 +28,7 @@ Numbers = npt.NDArray[np.float64]
 STEPS, NIGHTS, MARGIN = 200, 365, 0.04
 NOISE = 0.02
 """Standard deviation of a step's reward."""
+COURSE_S = 0.7 - 0.4 * np.exp(-np.arange(STEPS) / 60)
 SEEDS = (0.1, 0.25)
 """Spread between runs of other seeds, in margins, beside what the noise of their steps makes."""
 RERUNS = (3, 5, 10)
@@ -39,18 +40,16 @@ Curves = dict[str, Numbers]
 
 def rewards(runs: int, spread: float, random: np.random.Generator) -> Numbers:
     """Half of a step's variance remembers a fifth of the step before."""
-    course_S = 0.7 - 0.4 * np.exp(-np.arange(STEPS) / 60)
     white = random.normal(size=(runs, STEPS + 1))
     noise = NOISE * (white[:, 1:] + 0.2 * white[:, :-1]) / np.sqrt(1.04)
-    curves: Numbers = course_S + noise + spread * MARGIN * random.normal(size=(runs, 1))
-    return curves
+    return COURSE_S + noise + spread * MARGIN * random.normal(size=(runs, 1))
 
 
 def years(reruns: int, spread: float, count: int, random: np.random.Generator) -> None:
     """One metric that decides. A margin of 0 shows the interval alone, without what the margin spares."""
     alarm = Baseline((), NIGHTS, 1.0).alarm(1)
     red, not_green, bare = [], [], []
-    found: Counter[tuple[float, str]] = Counter()
+    found: Counter[float] = Counter()
     for _ in range(count):
         runs = rewards(reruns + NIGHTS, spread, random)
         known = reruns_of(list(runs[:reruns]))
@@ -87,6 +86,30 @@ def years(reruns: int, spread: float, count: int, random: np.random.Generator) -
     )
 
 
+def levels(reruns: int, count: int, random: np.random.Generator) -> None:
+    """Many years of runs that differ by their level alone, with a margin of 0: nothing spares a false alarm.
+
+    Both windows of such a run are equal, so that half of the designed alarms are to be seen.
+    """
+    alarm = Baseline((), NIGHTS, 1.0).alarm(1)
+    red = []
+    for _ in range(count):
+        levels_N = random.normal(size=reruns + NIGHTS)
+        known = reruns_of([np.full(4, level) for level in levels_N[:reruns]])
+        _, beyond = known.reach(0.0, alarm)
+        red.append(int((np.abs(levels_N[reruns:] - levels_N[:reruns].mean()) > beyond).sum()))
+    show(
+        what="levels",
+        reruns=reruns,
+        years=count,
+        designed=0.5,
+        red_a_year=float(np.mean(red)),
+        red_interval=interval(red),
+        years_without=float(np.mean(np.array(red) == 0)),
+        years_with_3_or_more=float(np.mean(np.array(red) >= 3)),
+    )
+
+
 def interval(counts: list[int]) -> list[float]:
     """95 %, by drawing years again: nights of one year share their baseline."""
     random = np.random.default_rng(0)
@@ -108,7 +131,8 @@ def curves(random: np.random.Generator) -> Curves:
         KL: positive(5e-4) + 2e-4 * random.normal(size=STEPS),
         ENTROPY: positive(0.1 + 0.5 * np.exp(-grow_S / 50)),
         NORM: positive(0.3),
-        SCORE: reward_S + 0.005 * random.normal(size=STEPS),
+        # The same rows each time: a validation varies less than a step's rewards.
+        SCORE: COURSE_S + (reward_S - COURSE_S).mean() + 0.006 * random.normal(size=STEPS),
     }
 
 
@@ -173,13 +197,16 @@ def main() -> None:
     parser = Options(__doc__, years=3, baselines=1, nights=1)
     parser.add_argument("--years", type=int, default=40, help="simulated years for each cell of the table")
     parser.add_argument("--baselines", type=int, default=3, help="baselines of whole logs")
-    parser.add_argument("--nights", type=int, default=3, help="nights of each kind for each of these")
+    parser.add_argument("--nights", type=int, default=5, help="nights of each kind for each of these")
     options = parser.read()
+    for reruns in RERUNS:
+        levels(reruns, 50 * options.years, np.random.default_rng(1))
     random = np.random.default_rng(0)
     for reruns in RERUNS:
         for spread in SEEDS[:1] if options.quick else SEEDS:
             years(reruns, spread, options.years, random)
     for reruns in RERUNS:
+        random = np.random.default_rng(reruns)
         show(what="logs", **whole_logs(reruns, options.baselines, options.nights, random))
 
 
