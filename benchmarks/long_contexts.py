@@ -44,7 +44,7 @@ def update(setting: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     device, mesh = choose_device(setting["device"]), MeshSection.model_validate(setting["mesh"])
-    model = ModelSection(path=setting["model"], dtype="float32", logits_chunk=4096)
+    model = ModelSection(path=setting["model"], dtype="float32", logits_chunk=4096, fused="off")
     with join_world(device, shape=mesh) as world:
         engine = build_engine(model, OptimizerSection(), device=device, world=world, seed=0)
         length = setting["length"]

@@ -63,6 +63,7 @@ def recipe_of(case: dict[str, Any], model: str, device: str) -> dict[str, Any]:
             "path": model,
             "dtype": "bfloat16",
             "attention": "sdpa",
+            "fused": "off",  # as plans compute
             "logits_chunk": 256,
             **case.get("model", {}),
         },

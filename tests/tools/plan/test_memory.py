@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def recipe(path: str, **sections: Any) -> Recipe:
-    given = {"path": path, "dtype": "float32", "attention": "sdpa", "logits_chunk": 128}
+    given = {"path": path, "dtype": "float32", "attention": "sdpa", "logits_chunk": 128, "fused": "off"}
     return Recipe.model_validate(
         {
             "name": "plan",
