@@ -152,6 +152,7 @@ CASES = {
     "mutants": Case(("killed",), arguments=("src/isotrain/algorithms/kl.py", "tests/algorithms/test_kl.py")),
     "parity_baseline": Case(("reruns", "answers", "bytes"), rows=True),
     "parity_calibration": Case(("designed", "worst"), rows=True),
+    "parity_honest": Case(("pairs", "called", "different_95", "left_out", "bugs"), met=True, minutes=15),
     "parity_length": Case(("equivalent", "false_alarms", "different", "missed"), rows=True),
     "parity_power": Case(("calls", "without_verdict", "training_s"), minutes=20),
     "parity_truth": Case(("honest_right", "mistakes_right"), met=True, minutes=15),

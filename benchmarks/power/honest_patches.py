@@ -47,7 +47,7 @@ def _split_products(functional: Any) -> None:
 
 def _norms(modeling: Any) -> None:
     """RMS norms with a root and a quotient, rounded once at the end, as fused kernels do."""
-    for name in ("LlamaRMSNorm", "Qwen3MoeRMSNorm", "Gemma3RMSNorm"):
+    for name in ("LlamaRMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Gemma3RMSNorm"):
         kind = getattr(modeling, name, None)
         if kind is not None:
             kind.forward = _norm
@@ -67,7 +67,7 @@ def _other_optimizer_kernel(build: Any) -> None:
     build.make_optimizer = lambda model, **options: make(model, **{**options, "fused": not options["fused"]})
 
 
-_MODELING = tuple(f"transformers.models.{n}.modeling_{n}" for n in ("llama", "qwen3_moe", "gemma3"))
+_MODELING = tuple(f"transformers.models.{n}.modeling_{n}" for n in ("llama", "qwen3", "qwen3_moe", "gemma3"))
 
 PATCHES: dict[str, dict[str, Patch]] = {
     "eager-attention": {"isotrain.models.attention": _attention(_eager)},
