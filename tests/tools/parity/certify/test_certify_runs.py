@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from isotrain.api import load_recipe
 from isotrain.errors import LaunchError, RecipeError
+from isotrain.tools.parity.certify import run
 from isotrain.tools.parity.certify.run import Children, Plan, TrainedSide, member_settings, plan, seconds_of
+from isotrain.tools.parity.read.layer_trace import Update
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400)])
@@ -95,3 +99,20 @@ def test_a_run_of_unknown_origin_is_not_finished(tmp_path: Path) -> None:
 def test_a_failure_says_what_the_run_said(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"reference on cpu failed(.|\n)*no-such-recipe"):
         children(tmp_path).train("reference", TrainedSide("cpu", (), {}), why="test")
+
+
+@pytest.mark.parametrize(("route", "asked"), [([[0, 1]], 0), ([[1, 0]], 0), ([[0, 2]], 1)])
+def test_a_candidate_with_other_routes_gets_a_truth_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: list[list[int]], asked: int
+) -> None:
+    def trace(path: Path) -> dict[int, Update]:
+        routes = {"reference": [[0, 1]], "candidate": route}.get(path.name)
+        return {1: Update((), 2.0, {}, routes={"experts": np.array(routes, np.int32)})} if routes else {}
+
+    commands: list[Sequence[str]] = []
+    monkeypatch.setattr(run, "read_layer_trace", trace)
+    monkeypatch.setattr(run.Children, "_run", lambda self, name, command, *_: commands.append(command))
+    sides = [run.Finished(tmp_path / name, 1.0) for name in ("reference", "candidate")]
+    children(tmp_path).hold_against_float64(sides[1], recipe_of=sides[0])
+    expected = ["parity", "truth", str(sides[0].path), "--routes", str(sides[1].path)]
+    assert commands == [expected] * asked
