@@ -42,14 +42,15 @@ def rewards(runs: int, spread: float, random: np.random.Generator) -> Numbers:
     """Half of a step's variance remembers a fifth of the step before."""
     white = random.normal(size=(runs, STEPS + 1))
     noise = NOISE * (white[:, 1:] + 0.2 * white[:, :-1]) / np.sqrt(1.04)
-    return COURSE_S + noise + spread * MARGIN * random.normal(size=(runs, 1))
+    curves: Numbers = COURSE_S + noise + spread * MARGIN * random.normal(size=(runs, 1))
+    return curves
 
 
 def years(reruns: int, spread: float, count: int, random: np.random.Generator) -> None:
     """One metric that decides. A margin of 0 shows the interval alone, without what the margin spares."""
     alarm = Baseline((), NIGHTS, 1.0).alarm(1)
     red, not_green, bare = [], [], []
-    found: Counter[float] = Counter()
+    found: Counter[tuple[float, str]] = Counter()
     for _ in range(count):
         runs = rewards(reruns + NIGHTS, spread, random)
         known = reruns_of(list(runs[:reruns]))
