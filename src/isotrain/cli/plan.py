@@ -74,7 +74,6 @@ def _show(result: RecipePlan, searched: bool) -> None:
     from rich.table import Table
 
     from isotrain.tools.plan import estimate
-    from isotrain.tools.plan.plan import CONTEXT_GB, FRAGMENTATION
 
     console = rich_console(soft_wrap=True, highlight=False)
     word = "[green]fits[/]" if result.fits else "[red]does not fit[/]"
@@ -88,8 +87,8 @@ def _show(result: RecipePlan, searched: bool) -> None:
     for name, size in sorted(result.memory.parts.items(), key=lambda part: -part[1]):
         table.add_row(name, f"{size / estimate.GB:.2f}")
     table.add_row(f"peak, in the {result.memory.phase}", f"{result.memory.peak / estimate.GB:.2f}")
-    guessed = result.needed_gb - result.memory.peak / estimate.GB
-    table.add_row(f"guessed: {CONTEXT_GB} GB of the process, {FRAGMENTATION:.0%} fragments", f"{guessed:.2f}")
+    for name, guessed in result.guessed_gb.items():
+        table.add_row(f"guessed: {name}", f"{guessed:.2f}")
     if result.memory.host > estimate.GB // 10:
         table.add_row("in host memory, beside it", f"{result.memory.host / estimate.GB:.2f}")
     console.print(table)

@@ -28,6 +28,11 @@ from isotrain.tools.plan.workload import step_samples
 # Guesses: what a process takes by itself, and what an allocator cannot use.
 CONTEXT_GB = 1.5
 FRAGMENTATION = 0.05
+COMMUNICATOR_GB = 0.4
+"""Buffers of a group of ranks: 200 MB to send and as much to receive, unless set otherwise."""
+SLEEPING_ENGINE_GB = 4.0
+"""Context, graphs and communicators of an engine that sleeps beside a rank. Nearly 7 GB were reported of vLLM
+with a model of a trillion parameters."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,24 @@ class RecipePlan:
     time: StepTime
 
     @property
-    def needed_gb(self) -> float:
-        """At the worst moment of training, with what is guessed, and with engines that stay awake."""
-        training = self.memory.peak / GB * (1 + FRAGMENTATION) + CONTEXT_GB
+    def guessed_gb(self) -> dict[str, float]:
+        """What is on a device beside the memory of the training step, by what it is."""
+        guessed = {"the process": CONTEXT_GB, "fragments": FRAGMENTATION * self.memory.peak / GB}
+        if self.ranks > 1:
+            # Of all ranks; of those that share a sample, and of those that have the same part of each.
+            groups = 3 if self.recipe.device.mesh.context > 1 else 1
+            guessed["buffers of collectives"] = groups * COMMUNICATOR_GB
         rollout, cluster = self.recipe.rollout, self.recipe.cluster or ClusterSection()
-        awake = rollout is not None and cluster.placement == "colocated" and not cluster.offload
-        return training + (rollout.memory_utilization * self.device_gb if awake and rollout else 0.0)
+        if rollout is not None and cluster.placement == "colocated":
+            awake = rollout.memory_utilization * self.device_gb
+            name = "a sleeping engine" if cluster.offload else "an engine"
+            guessed[name] = min(SLEEPING_ENGINE_GB, awake) if cluster.offload else awake
+        return guessed
+
+    @property
+    def needed_gb(self) -> float:
+        """At the worst moment of training."""
+        return self.memory.peak / GB + sum(self.guessed_gb.values())
 
     @property
     def problems(self) -> list[str]:
@@ -77,6 +94,7 @@ class RecipePlan:
             "device": self.device.title,
             "device_gb": self.device_gb,
             "needed_gb": round(self.needed_gb, 2),
+            "guessed_gb": {name: round(size, 2) for name, size in self.guessed_gb.items()},
             "training_peak_bytes": self.memory.peak,
             "training_peak_phase": self.memory.phase,
             "training_peak_parts": self.memory.parts,
