@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from unittest.mock import patch
 
-from isotrain.rollout.vllm import _set_environment, npu_environment
+from isotrain.rollout.vllm import CAPTURED, _set_environment, few_graphs, npu_environment
 
 
 def test_nz_is_always_off() -> None:
@@ -28,3 +28,15 @@ def test_the_engine_chooses_free_ports() -> None:
     with patch.dict(os.environ, {}, clear=True):
         _set_environment("cuda")
         assert not any(name.startswith("HCCL_") for name in os.environ)
+
+
+def test_few_graphs_are_captured_unless_the_recipe_says_which() -> None:
+    """Beside ranks, whose collectives take streams too, vLLM's own sizes can be too many."""
+    chosen = few_graphs("npu", False, {})["compilation_config"]
+    assert chosen["cudagraph_mode"] == "FULL_DECODE_ONLY"
+    assert tuple(chosen["cudagraph_capture_sizes"]) == CAPTURED and len(CAPTURED) == 12
+    sizes = few_graphs("npu", False, {"max_num_seqs": 40})["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes == [1, 2, 4, 8, 16, 32, 40]
+    given = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    assert not few_graphs("npu", False, given)
+    assert not few_graphs("npu", True, {}) and not few_graphs("cuda", False, {})

@@ -41,6 +41,8 @@ FIXED = {
 }
 # Prompt tokens that are read in one step: more are hardly faster, and a device keeps memory for so many.
 PREFILL_TOKENS = 8192
+# Running responses of whose steps an NPU keeps graphs; those between take the next larger one.
+CAPTURED = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 # What vLLM calls the parts of device memory that it frees when it sleeps.
 PARTS = ("weights", "kv_cache")
 # The end of a worker's process is seen a moment after what it was doing has failed.
@@ -107,6 +109,7 @@ class VllmEngine:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         special = _set_environment(device_type)
+        options = {**few_graphs(device_type, eager, options or {}), **(options or {})}
         if eager:
             _compile_nothing()
         vllm, current_platform = _import_vllm(device_type)
@@ -126,7 +129,7 @@ class VllmEngine:
             "seeds": "one a response" if seeded else f"one an engine ({seed})",
             "sleep": "level 2" if self._sleeps else "not available",
             "weights": "layer-wise reload",
-            **{name: str(value) for name, value in (options or {}).items()},
+            **{name: str(value) for name, value in options.items()},
             **special,
         }
         llm: Any = vllm.LLM  # it names the types it takes one by one
@@ -134,7 +137,7 @@ class VllmEngine:
         sizes: dict[str, Any] = {"gpu_memory_utilization": memory_utilization}
         if current_platform.is_cpu():
             sizes = {"kv_cache_memory_bytes": cache_bytes}
-        _check_options(options or {}, vllm)
+        _check_options(options, vllm)
         try:
             self._llm = llm(
                 str(directory),
@@ -151,7 +154,7 @@ class VllmEngine:
                 use_tqdm_on_load=False,
                 enable_prefix_caching=True,
                 hf_overrides=dict(config_changes or {}),
-                **prefill(max_length, in_parts=_reads_in_parts(current_platform)) | dict(options or {}),
+                **prefill(max_length, in_parts=_reads_in_parts(current_platform)) | options,
                 enable_sleep_mode=self._sleeps,
                 generation_config="vllm",  # sampling is what the request says, not what the model suggests
                 logprobs_mode="processed_logprobs",
@@ -408,6 +411,16 @@ def _check_options(options: Mapping[str, Any], vllm: Any) -> None:
     if missing := sorted(set(options) - known):
         names = ", ".join(f"rollout.engine_options.{name}" for name in missing)
         raise RolloutError(f"{names}: vLLM {vllm.__version__} has no such option; remove it")
+
+
+def few_graphs(device_type: str, eager: bool, options: Mapping[str, Any]) -> dict[str, Any]:
+    """On an NPU each captured graph takes streams, of which the collectives of a rank beside it have many."""
+    if device_type != "npu" or eager or "compilation_config" in options:
+        return {}
+    most = int(options.get("max_num_seqs", CAPTURED[-1]))
+    sizes = sorted({*(size for size in CAPTURED if size < most), min(most, CAPTURED[-1])})
+    modes = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    return {"compilation_config": modes}
 
 
 def prefill(max_length: int, *, in_parts: bool) -> dict[str, Any]:
