@@ -106,6 +106,7 @@ def test_no_gradient_reaches_what_tools_wrote(device_type: str, name: str, loss:
         kl_place="loss",
         kl_estimator="k3",
         correction={"level": "token", "mode": "truncate", "upper": 2.0, "lower": None},
+        bypass=False,
     )
     draw = torch.Generator().manual_seed(2)
     logp_N, entropy_N = (
