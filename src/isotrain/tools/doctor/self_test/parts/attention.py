@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,10 @@ LENGTHS = (37, 200, 1, 64, 200)
 Dtype = Literal["float32", "bfloat16"]
 # The norm of the difference over that of the result: some rounding units of the type, and none of a mistake.
 ALLOWED: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+# Plain, and what the device has in its place.
+FUSED: tuple[Literal["off", "auto"], ...] = ("off", "auto")
 
 
 @dataclass
@@ -68,32 +73,38 @@ def main() -> None:
     reporter = Reporter(setting.verdicts)
     with join_world(device) as world:
         with reporter.stage("attention") as stage:
-            kinds, calls = {}, {}
-            for dtype in ALLOWED:
-                kinds[dtype], calls[dtype] = _run(setting, dtype, device, world)
-                for layer, call in enumerate(calls[dtype]):
-                    _compare(stage, f"{dtype} output", call.output_THD, by_float64(call)[0], dtype, layer)
+            kinds: dict[str, str] = {}
+            calls: dict[str, tuple[Dtype, list[AttentionCall]]] = {}
+            for dtype, fused in product(ALLOWED, FUSED):
+                kind = choose_attention(setting.tiny / "model", _section(setting, dtype, fused), device)
+                if kinds.get(dtype) == kind:
+                    continue  # there is no fused one
+                label = dtype if fused == "off" else f"{dtype} fused"
+                kinds[label] = kind
+                calls[label] = dtype, _run(_section(setting, dtype, fused), kind, device, world)
+                for layer, call in enumerate(calls[label][1]):
+                    _compare(stage, f"{label} output", call.output_THD, by_float64(call)[0], dtype, layer)
             stage.result = _sentence(stage, kinds)
         with reporter.stage("attention-backward") as stage:
-            for dtype, layers in calls.items():
+            for label, (dtype, layers) in calls.items():
                 for layer, call in enumerate(layers):
                     gradients = (call.query_HTD.grad, call.key_GTD.grad, call.value_GTD.grad)
                     for name, gradient, expected in zip(
                         ("query", "key", "value"), gradients, by_float64(call)[1:], strict=True
                     ):
                         assert gradient is not None
-                        _compare(stage, f"{dtype} gradient of {name}", gradient, expected, dtype, layer)
+                        _compare(stage, f"{label} gradient of {name}", gradient, expected, dtype, layer)
             stage.result = _sentence(stage, kinds)
 
 
-def _run(
-    setting: SelfTestSetting, dtype: Dtype, device: Device, world: World
-) -> tuple[str, list[AttentionCall]]:
-    """A forward and backward pass of the small model as training does it."""
-    # Without checkpointing: each layer's attention is then called once.
+def _section(setting: SelfTestSetting, dtype: Dtype, fused: Literal["off", "auto"]) -> ModelSection:
+    """Without checkpointing: each layer's attention is then called once."""
     path = str(setting.tiny / "model")
-    model = ModelSection(path=path, dtype=dtype, gradient_checkpointing=False)
-    kind = choose_attention(setting.tiny / "model", model, device)
+    return ModelSection(path=path, dtype=dtype, gradient_checkpointing=False, fused=fused)
+
+
+def _run(model: ModelSection, kind: str, device: Device, world: World) -> list[AttentionCall]:
+    """A forward and backward pass of the small model as training does it."""
     engine = build_engine(model, OptimizerSection(), device=device, world=world, seed=0)
     name = IMPLEMENTATIONS[kind]
     functions: Any = AttentionInterface()
@@ -112,7 +123,7 @@ def _run(
         engine.model(tokens_T, positions_T, LENGTHS, every_T, tokens_T, objective).backward()
     finally:
         AttentionInterface.register(name, spy.function)
-    return kind, spy.calls
+    return spy.calls
 
 
 def by_float64(call: AttentionCall) -> tuple[torch.Tensor, ...]:
@@ -139,12 +150,14 @@ def _compare(
     stage.at_most(f"{what}, layer {layer}: error", error, ALLOWED[dtype])
 
 
-def _sentence(stage: Stage, kinds: dict[Dtype, str]) -> str:
+def _sentence(stage: Stage, kinds: dict[str, str]) -> str:
     worst = {
-        dtype: max(value for name, value in stage.metrics.items() if name.startswith(dtype))
-        for dtype in kinds
+        label: max(
+            value for name, value in stage.metrics.items() if name.startswith((f"{label} o", f"{label} g"))
+        )
+        for label in kinds
     }
-    return "; ".join(f"{dtype} ({kinds[dtype]}) within {worst[dtype]:.1e}" for dtype in kinds)
+    return "; ".join(f"{label.split()[0]} ({kinds[label]}) within {worst[label]:.1e}" for label in kinds)
 
 
 if __name__ == "__main__":
