@@ -37,7 +37,7 @@ from isotrain.tools.parity.read.baseline import (
     MOST_METRICS,
     MOST_RUNS,
     BaselineFile,
-    Curve,
+    BlockCurve,
     Rerun,
     block_values,
     blocks_of,
@@ -181,10 +181,10 @@ def _usable(runs: Sequence[RunLog], metrics: Sequence[str]) -> tuple[list[str], 
     return kept, left_out
 
 
-def _curve(metric: str, runs: Sequence[RunLog], metrics: int) -> Curve:
+def _curve(metric: str, runs: Sequence[RunLog], metrics: int) -> BlockCurve:
     steps_S, _ = common([run.metrics[metric] for run in runs])
     ends, records = blocks_of(steps_S, metrics, len(runs))
-    curve = Curve(int(steps_S[0]), ends, records, [])
+    curve = BlockCurve(int(steps_S[0]), ends, records, [])
     return replace(curve, values=[block_values(curve, run.metrics[metric]) for run in runs])
 
 

@@ -39,7 +39,7 @@ _Digests = Annotated[dict[_Text, _Text], Field(max_length=100)]
 
 
 @dataclass(frozen=True)
-class Curve:
+class BlockCurve:
     """One metric of every rerun, at the steps that all of them have."""
 
     first: _Step
@@ -98,7 +98,7 @@ class BaselineFile:
     data: _Digests
     left_out: Annotated[list[_Text], Field(max_length=MOST_METRICS * 10)]
     """Metrics that no run is compared by, because a rerun lacks them or they are not numbers there."""
-    curves: Annotated[dict[_Text, Curve], Field(min_length=1, max_length=MOST_METRICS)]
+    curves: Annotated[dict[_Text, BlockCurve], Field(min_length=1, max_length=MOST_METRICS)]
     digest: str = field(default="", compare=False)
 
     def reruns(self, path: Path, sha256: dict[str, str]) -> list[RunLog]:
@@ -198,6 +198,6 @@ def blocks_of(steps_S: Any, metrics: int, runs: int) -> tuple[list[int], list[in
     return [int(steps_S[end - 1]) for end in bounds[1:]], np.diff(bounds).tolist()
 
 
-def block_values(curve: Curve, series: Series) -> list[float]:
+def block_values(curve: BlockCurve, series: Series) -> list[float]:
     """Six digits: a margin is far above them."""
     return [float(f"{value:.6g}") for value in curve.block_means(series).values_S.tolist()]
