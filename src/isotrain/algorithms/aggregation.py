@@ -35,6 +35,11 @@ class LossNormalizer:
     horizon: int | None = None
     """A constant to divide by instead of a length: the longest response that the recipe allows."""
 
+    @property
+    def counts_R(self) -> torch.Tensor:
+        """Tokens under the mask of each trajectory, at least one: what a mean divides by."""
+        return sums(self.mask_N.to(torch.float32), self.lengths).clamp(min=1)
+
     def only(self, values_N: torch.Tensor) -> torch.Tensor:
         """The values under the mask and 0 elsewhere, where not even a NaN gets through."""
         assert_aligned(values_N, self.mask_N)
@@ -58,8 +63,7 @@ def seq_mean_token_sum(values_N: torch.Tensor, share: LossNormalizer) -> torch.T
 
 def seq_mean_token_mean(values_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:
     """Every trajectory of the step counts the same, however long it is."""
-    counts_R = sums(share.mask_N.to(torch.float32), share.lengths).clamp(min=1)
-    return (share.only(values_N) / spread(counts_R, share.lengths)).sum() / max(share.sequences, 1)
+    return (share.only(values_N) / spread(share.counts_R, share.lengths)).sum() / max(share.sequences, 1)
 
 
 def seq_mean_token_sum_norm(values_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:

@@ -154,7 +154,7 @@ def _sequence_sum(values_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor
 
 def _sequence_mean(values_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:
     """Over the tokens under the mask; others are 0."""
-    return sums(values_N, share.lengths) / sums(share.mask_N.float(), share.lengths).clamp(min=1)
+    return sums(values_N, share.lengths) / share.counts_R
 
 
 def _sequence_max(values_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:

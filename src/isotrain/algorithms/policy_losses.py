@@ -111,8 +111,7 @@ def gspo(
     gradient of s itself, and advantages may still differ between tokens.
     """
     log_ratio_N = log_ratio(logp_N, old_logp_N, share)
-    counts_R = sums(share.mask_N.to(torch.float32), share.lengths).clamp(min=1)
-    mean_N = spread(sums(log_ratio_N.detach(), share.lengths) / counts_R, share.lengths)
+    mean_N = spread(sums(log_ratio_N.detach(), share.lengths) / share.counts_R, share.lengths)
     # The brackets matter: the difference is exactly 0, and the mean keeps its digits.
     straight_N = mean_N + (log_ratio_N - log_ratio_N.detach())
     ratio_N = straight_N.clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp()

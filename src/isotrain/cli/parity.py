@@ -256,11 +256,10 @@ def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
     if report is not None:
         from isotrain.tools.parity.compare.power import load_power
         from isotrain.tools.parity.report.write import write_report
-        from isotrain.tools.parity.run import BASELINE
 
         # The published power is of other rules than those that judge against a baseline.
-        of_baseline = verdict.comparison.reference.format == BASELINE
-        write_report(verdict, report, power=None if of_baseline else load_power())
+        power = None if verdict.comparison.against_baseline else load_power()
+        write_report(verdict, report, power=power)
         typer.echo(said(tr("wrote {path}", path=report / "report.html")), err=as_json)
 
 

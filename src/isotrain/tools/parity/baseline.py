@@ -20,7 +20,7 @@ from isotrain.tools.parity import thresholds
 from isotrain.tools.parity.compare.comparison import HARMLESS, Comparison, compare, recipe_changes
 from isotrain.tools.parity.compare.effects import reruns_of, values_of
 from isotrain.tools.parity.compare.metric_names import choose
-from isotrain.tools.parity.compare.objections import WATCHED, Objection, ended_early
+from isotrain.tools.parity.compare.objections import Objection, ended_early, watched_kind
 from isotrain.tools.parity.compare.outcome import (
     Baseline,
     OtherRuns,
@@ -141,7 +141,7 @@ def _metrics(runs: Sequence[RunLog]) -> tuple[list[str], list[str]]:
     if not deciding:
         raise DataError(f"{runs[0].path} and its reruns have no loss or reward in common")
     scores = [name for name in shared if is_score(name)]
-    watched = [name for name in shared if any(kind.name.search(name) for kind in WATCHED.values())]
+    watched = [name for name in shared if watched_kind(name)]
     others = [name for name in dict.fromkeys([*scores, *watched]) if name not in deciding]
     return deciding[:MOST_METRICS], others[: MOST_METRICS - min(len(deciding), MOST_METRICS)]
 

@@ -14,7 +14,6 @@ from isotrain.tools.parity.compare.noise import WINDOWS
 from isotrain.tools.parity.compare.objections import WATCHED
 from isotrain.tools.parity.compare.outcome import Outcome
 from isotrain.tools.parity.levels.level import LEVELS, Level, not_run
-from isotrain.tools.parity.run import BASELINE
 
 Same = Literal["same", "different", "inconclusive"]
 Question = Literal["outcome", "computation"]
@@ -265,7 +264,7 @@ def computation_reason(verdict: Verdict) -> str:
         return listed((against, likely), " ")
     if computation.verdict == "same":
         return _sentence(listed([level.words for level in ran if level.state == "same"], "; "))
-    if verdict.comparison.reference.format == BASELINE:
+    if verdict.comparison.against_baseline:
         return tr("A baseline has nothing but curves.")
     if verdict.outcome.pairing == "free-running":
         return tr("Each run sampled its own responses, so the curves cannot tell rounding from a mistake.")
@@ -289,7 +288,7 @@ def next_words(verdict: Verdict) -> Iterator[str]:
                 "RUN) measure it."
             )
         )
-    elif outcome.verdict == "inconclusive" and verdict.comparison.reference.format == BASELINE:
+    elif outcome.verdict == "inconclusive" and verdict.comparison.against_baseline:
         yield from _next_of_a_baseline(effect)
     elif outcome.verdict == "inconclusive" and effect is not None and effect.runs_to_decide:
         yield tr(
@@ -301,7 +300,7 @@ def next_words(verdict: Verdict) -> Iterator[str]:
         yield tr("To know more: longer runs, or further seeds of both sides (--pair A B, repeated).")
     if verdict.computation.verdict != "inconclusive" or not verdict.comparison.has_curves:
         return
-    if verdict.comparison.reference.format == BASELINE:
+    if verdict.comparison.against_baseline:
         return
     if pairing == "free-running":
         yield tr(
@@ -379,7 +378,7 @@ def _steps(verdict: Verdict, metric: str) -> str:
     if one is None:
         return ""
     count = len(one.steps_S)
-    if verdict.comparison.reference.format == BASELINE:
+    if verdict.comparison.against_baseline:
         last = int(one.steps_S[-1])
         return tr("Compared over {count:,} points up to step {last:,}.", count=count, last=last)
     if one.whole:

@@ -38,7 +38,7 @@ from isotrain.tools.parity.levels.level import Check, Level
 from isotrain.tools.parity.protocol import Companions
 from isotrain.tools.parity.read.bounded import sha256_of
 from isotrain.tools.parity.read.runs import read_run
-from isotrain.tools.parity.run import RunLog, Series, section
+from isotrain.tools.parity.run import RunLog, Series, common, section
 from isotrain.tools.parity.verdict import Verdict
 
 # What belongs to one side alone: its device is told there, the rest is about this machine.
@@ -256,10 +256,9 @@ def _curves(verdict: Verdict) -> dict[str, Curve]:
 
 
 def _curve(metric: str, reference: RunLog, candidate: RunLog) -> Curve:
-    a, b = reference.metrics[metric], candidate.metrics[metric]
-    steps_S = np.intersect1d(a.steps_S, b.steps_S, assume_unique=True)
-    values = (tuple(x.values_S[np.isin(x.steps_S, steps_S)].tolist()) for x in (a, b))
-    return Curve(steps=tuple(steps_S.tolist()), reference=next(values), candidate=next(values))
+    steps_S, (a_S, b_S) = common([reference.metrics[metric], candidate.metrics[metric]])
+    steps, a, b = (tuple(values.tolist()) for values in (steps_S, a_S, b_S))
+    return Curve(steps=steps, reference=a, candidate=b)
 
 
 def _inputs(runs: Mapping[str, RunLog]) -> dict[str, str]:

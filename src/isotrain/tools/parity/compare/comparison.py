@@ -16,15 +16,15 @@ from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free, 
 from isotrain.tools.parity.compare.objections import OBJECTIONS, SPEED, Objection, ended_early, looks_wrong
 from isotrain.tools.parity.compare.published import RuleResult, kind_of, rule_results
 from isotrain.tools.parity.compare.statistics import Apart, Throughput, apart, throughput
-from isotrain.tools.parity.run import ROLES, Numbers, RunLog, common, section
+from isotrain.tools.parity.run import BASELINE, ROLES, Numbers, RunLog, common, section
 
 _FREE_ENVIRONMENT = ("time", "command")
 ALLOWED = ("recipe", "data", *OBJECTIONS)
-# How samples are put into micro-batches: frameworks count them in tokens or in rows.
 PERTURBATION = "model.perturbation"
 SPLIT = "data.tokens_per_micro_batch"
 # What a rerun may differ in besides execution: none of it is meant to change the training.
 HARMLESS = (f"{PERTURBATION}:", f"{SPLIT}:", "seed:")
+# How samples are put into micro-batches: frameworks count them in tokens or in rows.
 _LEFT_TO_FRAMEWORKS = (SPLIT,)
 _LONGEST_VALUE = 80
 _CACHED = re.compile(r"models--[^/]*?--([^/]+)/snapshots/")
@@ -197,6 +197,11 @@ class Comparison:
     def replays(self) -> bool:
         """Whether one run trained on the responses of the other, and earned none of its rewards."""
         return _replays(self.reference) or _replays(self.candidate)
+
+    @property
+    def against_baseline(self) -> bool:
+        """Whether the reference is a file of several reruns' curves."""
+        return self.reference.format == BASELINE
 
     @property
     def has_curves(self) -> bool:

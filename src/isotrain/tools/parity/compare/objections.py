@@ -53,6 +53,13 @@ WATCHED = {
 }
 # The same for each metric, so that a single step without a gradient is no level of its own.
 _RELATIVE_FLOOR = 0.02
+
+
+def watched_kind(metric: str) -> str | None:
+    """The name in `WATCHED` that a metric has there, if any."""
+    return next((name for name, kind in WATCHED.items() if kind.name.search(metric)), None)
+
+
 OBJECTIONS = ("steps", "validation", "metrics", *WATCHED)
 
 
@@ -96,7 +103,7 @@ def looks_wrong(reference: RunLog, candidate: RunLog) -> Iterator[Objection]:
     """Lengths, KL, entropy, gradient norm, clip ratios and throughput at levels that no honest pair has."""
     watched = 0
     for metric, series in reference.metrics.items():
-        name = next((name for name, kind in WATCHED.items() if kind.name.search(metric)), None)
+        name = watched_kind(metric)
         if name is None or metric not in candidate.metrics or watched == _MOST_WATCHED:
             continue
         # Known devices may differ in speed: that is no surprise.

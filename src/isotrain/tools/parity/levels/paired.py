@@ -11,7 +11,7 @@ from isotrain.language import tr
 from isotrain.tools.parity import thresholds
 from isotrain.tools.parity.compare.comparison import Aligned, Comparison, align
 from isotrain.tools.parity.compare.noise import WINDOWS, alarm_shares, window_means
-from isotrain.tools.parity.compare.objections import WATCHED
+from isotrain.tools.parity.compare.objections import watched_kind
 from isotrain.tools.parity.compare.published import kind_of
 from isotrain.tools.parity.compare.statistics import Apart, apart
 from isotrain.tools.parity.levels.level import Check, Level, State, not_run
@@ -78,9 +78,7 @@ def _computed(comparison: Comparison) -> dict[str, Aligned]:
     names = [
         name
         for name in reference.metrics
-        if name in candidate.metrics
-        and name not in comparison.curves
-        and any(WATCHED[kind].name.search(name) for kind in _COMPUTED)
+        if name in candidate.metrics and name not in comparison.curves and watched_kind(name) in _COMPUTED
     ]
     aligned = {name: align(name, reference, candidate) for name in names[:_MOST_COMPUTED]}
     # All zeros are no evidence: a run without gradients.
@@ -131,13 +129,11 @@ def _signed(metric: str, comparison: Comparison) -> _Signed:
 
 
 def _state(apart_by: Apart, limits: _PairedLimits, signed: _Signed) -> State:
-    if not apart_by.mean_absolute:
-        return "same"
     correlation, share = apart_by.change_correlation, apart_by.share_of_flat
     if signed.significant and abs(signed.mean) > signed.floor:
         return "different"
-    if correlation is None or share is None:
-        return "cannot tell"
+    if not apart_by.mean_absolute or correlation is None or share is None:
+        return _by_curve(apart_by)
     if correlation < min(thresholds.OTHER_DATA, limits.correlation):
         return "different"
     # Where a curve hardly changes, honest rounding is a large part of its changes.
@@ -147,9 +143,12 @@ def _state(apart_by: Apart, limits: _PairedLimits, signed: _Signed) -> State:
 
 
 def _by_curve(apart_by: Apart) -> State:
+    """Without anything that makes a pair different."""
     correlation, share = apart_by.change_correlation, apart_by.share_of_flat
+    if not apart_by.mean_absolute:
+        return "same"
     if correlation is None or share is None:
-        return "cannot tell" if apart_by.mean_absolute else "same"
+        return "cannot tell"
     alike = correlation >= thresholds.SAME_CORRELATION and share <= thresholds.SAME_SHARE
     return "same" if alike else "cannot tell"
 

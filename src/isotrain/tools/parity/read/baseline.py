@@ -137,7 +137,11 @@ class BaselineFile:
 
 
 def is_baseline(path: Path) -> bool:
-    return path.is_file() and bool(_HEAD.match(next(Source(path).chunks(), b"")))
+    return path.is_file() and begins_baseline(next(Source(path).chunks(), b""))
+
+
+def begins_baseline(head: bytes) -> bool:
+    return bool(_HEAD.match(head))
 
 
 def read_baseline(path: Path) -> tuple[BaselineFile, dict[str, str]]:

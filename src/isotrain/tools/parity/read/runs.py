@@ -14,7 +14,7 @@ from isotrain.errors import DataError
 from isotrain.files import parse_json
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.difference import changes
-from isotrain.tools.parity.read.baseline import is_baseline
+from isotrain.tools.parity.read.baseline import begins_baseline
 from isotrain.tools.parity.read.bounded import Source, clipped, inside
 from isotrain.tools.parity.read.columns import Columns
 from isotrain.tools.parity.read.msprobe_dump import is_msprobe_dump, read_msprobe_dump
@@ -155,7 +155,7 @@ def _read_file(path: Path) -> RunLog:
         return read_tensorboard(path)
     first = head.lstrip().split(b"\n", 1)[0].decode("utf-8-sig", errors="replace").strip()
     suffix = path.suffix.lower()
-    if is_baseline(path):
+    if begins_baseline(head):
         raise DataError(f"{path}: a baseline stands for the reference: give it first, and a run second")
     row = _object(first)
     if row is not None or suffix == ".jsonl":

@@ -76,12 +76,13 @@ def main() -> None:
             kinds: dict[str, str] = {}
             calls: dict[str, tuple[Dtype, list[AttentionCall]]] = {}
             for dtype, fused in product(ALLOWED, FUSED):
-                kind = choose_attention(setting.tiny / "model", _section(setting, dtype, fused), device)
+                model = _section(setting, dtype, fused)
+                kind = choose_attention(setting.tiny / "model", model, device)
                 if kinds.get(dtype) == kind:
                     continue  # there is no fused one
                 label = dtype if fused == "off" else f"{dtype} fused"
                 kinds[label] = kind
-                calls[label] = dtype, _run(_section(setting, dtype, fused), kind, device, world)
+                calls[label] = dtype, _run(model, kind, device, world)
                 for layer, call in enumerate(calls[label][1]):
                     _compare(stage, f"{label} output", call.output_THD, by_float64(call)[0], dtype, layer)
             stage.result = _sentence(stage, kinds)
