@@ -28,11 +28,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import bench
+from weight_streams import announce, open_sender
 
 # A copy into the bucket, and what belongs to the bucket.
 GOAL = 2.0
@@ -157,23 +157,11 @@ def receive(device: str) -> None:
 
 
 def weight_update(transport: str, bucket: int, layers: int, experts: int) -> dict[str, Any]:
-    import torch
-
-    from isotrain.weights import devices
-    from isotrain.weights.transport import TRANSPORTS
-
-    devices._DeviceCarrier.bucket_bytes = bucket
     held = list(weights(layers, experts))
     size = sum(tensor.nbytes for _, tensor in held)
-    sender = TRANSPORTS[transport].open("127.0.0.1", 1, TIMEOUT, torch.device("npu:0"))
-    target = "npu:0" if transport == "ipc" else "npu:1"
-    command = [sys.executable, __file__, "--receive", target]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdin is not None and child.stdout is not None
-    announced = sender.announce(1, 0, TIMEOUT)
-    assert announced is not None
-    child.stdin.write(json.dumps(asdict(announced)) + "\n")
-    child.stdin.flush()
+    sender, child = open_sender(transport, bucket, __file__, TIMEOUT)
+    assert child.stdout is not None
+    announce(sender, child, TIMEOUT)
     before = counts()
     sender.send(held, 1)
     sides = {"sender": since(before), "receiver": json.loads(child.stdout.readline())}

@@ -77,27 +77,41 @@ def receive(device: str) -> None:
     print(json.dumps(memory(device)))
 
 
-def send(transport: str, bucket: int) -> dict[str, Any]:
+def open_sender(
+    transport: str, bucket: int, script: str, timeout: float
+) -> tuple[Any, subprocess.Popen[str]]:
+    """A sender on the first device, and `script --receive DEVICE` as the process of the other side."""
     import torch
 
     from isotrain.weights import devices
     from isotrain.weights.transport import TRANSPORTS
 
     devices._DeviceCarrier.bucket_bytes = bucket
+    sender = TRANSPORTS[transport].open("127.0.0.1", 1, timeout, torch.device("npu:0"))
+    target = "npu:0" if transport == "ipc" else "npu:1"
+    command = [sys.executable, script, "--receive", target]
+    return sender, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def announce(sender: Any, child: subprocess.Popen[str], timeout: float) -> None:
+    """Tell the other side of the first update."""
+    announced = sender.announce(1, 0, timeout)
+    assert announced is not None and child.stdin is not None
+    child.stdin.write(json.dumps(asdict(announced)) + "\n")
+    child.stdin.flush()
+
+
+def send(transport: str, bucket: int) -> dict[str, Any]:
+    import torch
+
     held = list(weights())
     size = sum(tensor.nbytes for _, tensor in held)
-    sender = TRANSPORTS[transport].open("127.0.0.1", 1, TIMEOUT, torch.device("npu:0"))
-    target = "npu:0" if transport == "ipc" else "npu:1"
-    command = [sys.executable, __file__, "--receive", target]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdin is not None and child.stdout is not None
+    sender, child = open_sender(transport, bucket, __file__, TIMEOUT)
+    assert child.stdout is not None
     module: Any = torch.get_device_module("npu")
     module.reset_peak_memory_stats(0)
     before = {"copied": memory("npu:0")["copied"], "peak": int(module.memory_allocated(0))}
-    announced = sender.announce(1, 0, TIMEOUT)
-    assert announced is not None
-    child.stdin.write(json.dumps(asdict(announced)) + "\n")
-    child.stdin.flush()
+    announce(sender, child, TIMEOUT)
     sender.send(held, 1)
     theirs = json.loads(child.stdout.readline())
     child.wait(timeout=60)
