@@ -147,7 +147,9 @@ def test_without_math_verify_the_error_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.startswith("RewardError reward.math needs math-verify: pip install 'isotrain[math]'")
+    assert done.stdout.startswith(
+        "RewardError reward.math needs math-verify: pip install '.[math]' in a clone of isotrain"
+    )
 
 
 @pytest.mark.slow

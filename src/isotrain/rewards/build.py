@@ -15,7 +15,7 @@ from isotrain.recipe.online import CodeSection, FunctionSection, RewardPluginSec
 from isotrain.rewards.base import LARGEST_SCORE, RewardInput, Scored, Scorer
 from isotrain.rewards.code import CodeReward
 from isotrain.rewards.function import REWARD_CALLS, read_source
-from isotrain.rewards.mathematics import gsm8k_score, right_answer
+from isotrain.rewards.mathematics import choice_letter, find_choice, gsm8k_score, right_answer
 
 # sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the
 # machine's.
@@ -60,6 +60,15 @@ def score_gsm8k(item: RewardInput, method: Literal["strict", "flexible"], format
         detail = f"the reference answer {shown!r} is not a plain number; check reward.answer_key"
         return Scored(0.0, failure="error", detail=detail)
     return Scored(gsm8k_score(item.response, right, method, format_score))
+
+
+def score_choice(item: RewardInput) -> Scored:
+    right = choice_letter(item.answer)
+    if right is None:
+        shown = one_line(repr(item.answer)[-SHOWN:])
+        detail = f"the reference answer {shown} is no letter and no number from 0; check reward.answer_key"
+        return Scored(0.0, failure="error", detail=detail)
+    return Scored(float(find_choice(item.response) == right))
 
 
 def score_of_environment(item: RewardInput) -> Scored:
@@ -133,6 +142,8 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
     if gsm8k := reward.gsm8k:
         score = partial(score_gsm8k, method=gsm8k.method, format_score=gsm8k.format_score)
         parts["gsm8k"] = Immediate(score), gsm8k.weight
+    if choice := reward.choice:
+        parts["choice"] = Immediate(score_choice), choice.weight
     if math := reward.math:
         pool = Pool(
             REWARD_CALLS,

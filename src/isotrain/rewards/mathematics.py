@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal
 
-from isotrain.errors import RewardError
+from isotrain.errors import RewardError, install
 
 # Only the end is read: it bounds the work, and an answer answered early and then doubted does not count.
 GSM8K_TAIL = 300
@@ -50,6 +50,28 @@ def gsm8k_score(
     return 1.0 if answered == answer else format_score
 
 
+_STATED_CHOICE = re.compile(
+    r"(?:\\boxed\{\s*(?:\\text\{)?|(?:(?i:answer)|答案)\W{0,3}(?:(?i:is)|为|是)?\W{0,4})\(?([A-Z])(?![A-Za-z'’])"
+)
+_BARE_CHOICE = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])(?:[.):：]|\s*$))")
+
+
+def find_choice(response: str) -> str | None:
+    """The letter that a response chooses: the last in `\\boxed{}` or after `answer`, or its first."""
+    if stated := _STATED_CHOICE.findall(response[-TAIL:]):
+        return str(stated[-1])
+    bare = _BARE_CHOICE.match(response)
+    return None if bare is None else bare[1] or bare[2]
+
+
+def choice_letter(value: Any) -> str | None:
+    """A row's reference answer as a letter; None if it is none. Numbers count from 0, as in MMLU."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 26:
+        return chr(ord("A") + value)
+    text = str(value).strip()
+    return text if re.fullmatch("[A-Z]", text) else None
+
+
 TAIL = 4096
 """Characters of a response that are read, from its end."""
 LONGEST_ANSWER = 4096
@@ -67,7 +89,7 @@ def load_math() -> Callable[[str, Any], float]:
         import math_verify
         from math_verify import parser
     except ImportError as error:
-        raise RewardError(f"reward.math needs math-verify: pip install 'isotrain[math]' ({error})") from None
+        raise RewardError(f"reward.math needs math-verify: {install('math')} ({error})") from None
     # The warning that its limits are off: they use signals, and ours is the end of this process.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
