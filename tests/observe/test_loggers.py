@@ -126,7 +126,7 @@ def test_a_missing_package_says_what_to_install(
     for module in [module for module in sys.modules if module.split(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RecipeError, match=rf"pip install 'isotrain\[{name}\]'"):
+    with pytest.raises(RecipeError, match=rf"pip install '\.\[{name}\]' in a clone"):
         open_one(name, tmp_path)
 
 

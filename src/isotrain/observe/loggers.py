@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from isotrain.errors import RecipeError
+from isotrain.errors import RecipeError, install
 from isotrain.files import parse_json, read_regular
 from isotrain.observe.run_directory import LARGEST_JSON, write_atomically
 
@@ -281,7 +281,7 @@ def _package(extra: str, module: str | None = None) -> Any:
         return importlib.import_module(module or extra)
     except ImportError as error:
         raise RecipeError(
-            f"observe.loggers: cannot import {extra} ({error}): pip install 'isotrain[{extra}]', "
+            f"observe.loggers: cannot import {extra} ({error}): {install(extra)}, "
             f"or remove {extra} from observe.loggers"
         ) from error
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from isotrain.files import open_regular
 from isotrain.observe.metrics import decode_row
+from isotrain.observe.mismatch_watch import METRIC as MISMATCH
+from isotrain.observe.mismatch_watch import MismatchWatch
 
 _CHUNK = 4 << 20
 # As much of what was read last is compared again: a resumed run cuts its file and writes other lines.
@@ -39,7 +41,7 @@ class MetricsTail:
 
     def _forget(self) -> None:
         self._offset, self._tail, self._rest = 0, b"", b""
-        self._lines = 0
+        self._lines, self.watch = 0, MismatchWatch(str(self.path.parent))
         self._steps = array("q")
         # By name: the rows that have the metric, and its values there.
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
@@ -81,6 +83,7 @@ class MetricsTail:
                         rows.append(len(self._steps))
                         values.append(value)
                 self._steps.append(int(row["step"]))
+                self.watch.observe(int(row["step"]), row.get(MISMATCH, math.nan))
 
     def summary(self) -> dict[str, Any]:
         with self._lock:

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from isotrain.errors import DataError
+from isotrain.errors import DataError, install
 from isotrain.files import parse_json, read_regular
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.terminal import visible
@@ -52,8 +52,10 @@ class RunView:
 
     def state(self) -> dict[str, Any]:
         """Small: the page asks for it again and again."""
-        missing = "trajectories need the package 'pyarrow': pip install 'isotrain[train]'"
+        missing = f"trajectories need the package 'pyarrow': {install('train')}"
         recorded = _at(self._recipe, "rollout", "record")
+        # Weights that are some versions old disagree by more than rounding.
+        watched = None if _at(self._recipe, "rollout", "staleness") else self.metrics.watch.problem or None
         return {
             "name": visible(str(self._recipe.get("name") or self.path.name), one_line=True)[:100],
             "path": visible(str(self.path), one_line=True)[:300],
@@ -62,7 +64,7 @@ class RunView:
             "recorded": recorded if isinstance(recorded, bool) else None,
             "metrics": self.metrics.summary(),
             "trajectories": self.trajectories.summary(),
-            "problem": None if self._readable else missing,
+            "problem": watched if self._readable else missing,
         }
 
     def pieces(self) -> tuple[Pieces, str | None]:

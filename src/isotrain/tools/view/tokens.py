@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isotrain.errors import install
 from isotrain.files import read_regular
 from isotrain.terminal import visible
 
@@ -150,7 +151,7 @@ def load_pieces(file: Path | None) -> tuple[Pieces, str | None]:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        return Pieces(None), "the package 'tokenizers' is missing: pip install 'isotrain[train]'"
+        return Pieces(None), f"the package 'tokenizers' is missing: {install('train')}"
     try:
         return Pieces(Tokenizer.from_str(read_regular(file, _LARGEST_FILE).decode())), None
     except Exception as error:  # the library raises its errors as plain `Exception`
