@@ -119,6 +119,8 @@ def test_columns_are_plain(tmp_path: Path) -> None:
     assert kinds == {
         **dict.fromkeys(("row", "prompt_index", "sample", "seed"), "int64"),
         "finished": "bool",
+        "route_layers": "int32",
+        "routes": "list<element: int16 not null>",
         **dict.fromkeys(("score", "greedy", "reward", "advantage"), "double"),
         **dict.fromkeys(("source", "failure", "detail"), "string"),
         "parts": "map<string, double ('parts')>",
@@ -140,13 +142,16 @@ def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
     path = step_file(tmp_path, 1, 0)
     write_trajectories(path, [Recorded(trajectory(i), marks(i), None) for i in range(3)])
     table = pyarrow.parquet.read_table(path)
-    for gone in (["episode"], ["episode", "detail"]):
+    routes = ["routes", "route_layers"]
+    for gone in (routes, [*routes, "episode"], [*routes, "episode", "detail"]):
         earlier = table.drop_columns(gone).replace_schema_metadata({"ranks": "1"})
         pyarrow.parquet.write_table(earlier, path)
         read = read_step(tmp_path, 1)
         wanted = [marks(i)._replace(detail="") if "detail" in gone else marks(i) for i in range(3)]
         assert repr([record.marks for record in read]) == repr(wanted)
-        assert all(record.trajectory.episode is None for record in read)
+        if "episode" in gone:
+            assert all(record.trajectory.episode is None for record in read)
+        assert all(record.trajectory.routes_TLK is None for record in read)
         assert read_others(tmp_path, 1) == {}
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -114,9 +115,9 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         read_rows("./none")
     with pytest.raises(DataError, match=r"the directory has no \.jsonl"):
         read_rows(str(tmp_path))
-    (tmp_path / "a.csv").write_text("a,b")
-    with pytest.raises(DataError, match=r"convert it to \.jsonl or \.parquet"):
-        read_rows(str(tmp_path / "a.csv"))
+    (tmp_path / "a.xlsx").write_text("a,b")
+    with pytest.raises(DataError, match=r"convert it to \.jsonl, \.parquet or \.csv"):
+        read_rows(str(tmp_path / "a.xlsx"))
     with pytest.raises(DataError, match="no data given"):
         read_rows([])
 
@@ -162,7 +163,7 @@ class TestHub:
 
     def test_package_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(DataError, match=r"pip install 'isotrain\[hub\]'"):
+        with pytest.raises(DataError, match=r"pip install '\.\[hub\]' in a clone of isotrain"):
             list(read_rows("org/set"))
 
 
@@ -174,3 +175,31 @@ def test_digest_is_of_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert source_digest(str(a)) == source_digest([str(b)]) != source_digest(str(c))
     assert source_digest([str(a), str(c)]) != source_digest([str(c), str(a)])
     assert len(source_digest(str(a))) == 64
+
+
+def test_csv(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes('\ufeffprompt,completion\n"2, 3?","a\nb"\n\n答,ok\n'.encode())
+    rows = list(read_rows(str(file)))
+    assert [dict(row.values) for row in rows] == [
+        {"prompt": "2, 3?", "completion": "a\nb"},
+        {"prompt": "答", "completion": "ok"},
+    ]
+    assert [row.origin for row in rows] == [f"{file}:3", f"{file}:5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"a,b\n1,2,3\n", "rows.csv:2: 3 values for 2 columns; quote a text that has a comma"),
+        (b"a,b\n1\n", "rows.csv:2: 1 values for 2 columns"),
+        (b"a,a\n1,2\n", "rows.csv:1: the first line must name the columns, each once"),
+        (b"a,\n1,2\n", "rows.csv:1: the first line must name the columns, each once"),
+        (b'a,b\n"1" x,2\n', "rows.csv:2: broken CSV"),
+        (b"a,b\n\xff,2\n", "rows.csv: not UTF-8 text"),
+    ],
+)
+def test_csv_that_is_wrong(tmp_path: Path, text: bytes, said: str) -> None:
+    (tmp_path / "rows.csv").write_bytes(text)
+    with pytest.raises(DataError, match=re.escape(said)):
+        list(read_rows(str(tmp_path / "rows.csv")))

@@ -85,6 +85,7 @@ CASES: dict[str, Case] = {
     "window": ("windowed", PACKED, policy_objective, {}),
     "window over shared prompts": ("windowed", SHARED, policy_objective, {}),
     "mixture": ("mixture", SHARED, policy_objective, {"router_aux_loss": 0.3}),
+    "capped head": ("capped", SHARED, policy_objective, {}),
 }
 # Only where they are asked for.
 MORE: dict[str, Case] = {

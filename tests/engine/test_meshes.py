@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from few_experts import save_few_experts
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.engine.checkpoint.reader import CheckpointReader
+from small_models import save_small
 from windowed import save_windowed
 
 Run = Callable[..., list[Tensors]]
@@ -30,6 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(path / "mixture", architecture="qwen3_moe")
     save_few_experts(path / "few experts", 2)
     save_windowed(path / "windowed" / "model", vocab=512)
+    save_small("gemma3_text", path / "capped" / "model", vocab_size=512, final_logit_softcapping=2.0)
     return path
 
 
@@ -85,7 +87,7 @@ def _compare(found: Tensors, alone: Tensors, kind: str, cases: Sequence[str]) ->
             )
 
 
-QUICK = {"cpu": ["shared prompts"], "npu": ["window over shared prompts"]}
+QUICK = {"cpu": ["shared prompts", "capped head"], "npu": ["window over shared prompts"]}
 
 
 @pytest.mark.ranks

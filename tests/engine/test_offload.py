@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jobs
 import pytest
@@ -11,10 +13,17 @@ import torch
 from jobs import Job
 
 from isotrain.device.detect import choose_device
+from isotrain.engine.checkpoint import writer
+from isotrain.engine.checkpoint.layout import step_directory
+from isotrain.engine.checkpoint.reader import CheckpointReader
+from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.state import engine_shards, optimizer_updates, restore
 from isotrain.engine.world import join_world
 from isotrain.models.packed import TokenHead
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.recipe.schema import TrainerSection
+from isotrain.trainers.job import RankCheckpoints
 from isotrain.weights.send import full_weights
 
 Outcome = Callable[[str, int], Path]
@@ -80,8 +89,49 @@ def test_it_is_saved_from_host_memory(tiny: Path, updated: bool) -> None:
         assert jobs.same(found, wanted), "also what has become of the copies after the model went back"
         jobs.updates(engine, jobs.policy_objective, job.batches)
         assert jobs.same(found, wanted) and not jobs.same(found, jobs.local(engine))
+        written: list[bool] = []
+        engine.before_reuse = lambda: written.append(jobs.same(found, wanted))
+        buffers = {key: storage.data_ptr() for key, storage in engine.host_copies.items()}
         offload(engine)
-        assert jobs.same(found, wanted), "a checkpoint may still be writing them"
+        assert written == [True], "a checkpoint may be written from them until then"
+        again = {key: storage.data_ptr() for key, storage in engine.host_copies.items()}
+        assert {key: again[key] for key in buffers} == buffers, "host memory must not hold the state twice"
+        onload(engine)
+
+
+def test_it_waits_for_a_checkpoint_that_is_written_from_host_memory(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is in host memory once, also while it is written."""
+    may_write = threading.Event()
+
+    def held_back(*arguments: Any) -> Any:
+        assert may_write.wait(timeout=60)
+        return write_tensors(*arguments)
+
+    monkeypatch.setattr(writer, "write_tensors", held_back)
+    device = choose_device("npu")
+    with join_world(device) as world:
+        job = Job(device, world, tiny / "model")
+        engine = job.policy()
+        jobs.updates(engine, jobs.policy_objective, job.batches)
+        expected = jobs.local(engine)
+        run = RunDirectory(tmp_path)
+        checkpoints = RankCheckpoints.open(run, TrainerSection(), device, {"": engine})
+        offload(engine)
+        checkpoints.save(3, {}, copied=True)
+        onload(engine)
+        jobs.updates(engine, jobs.policy_objective, job.batches)
+        away = threading.Thread(target=lambda: offload(engine))
+        away.start()
+        away.join(0.5)
+        assert away.is_alive(), "its copies would be written over"
+        may_write.set()
+        away.join(60)
+        checkpoints.finish()
+        assert checkpoints.writer.failure() is None
+        reader = CheckpointReader(step_directory(run.checkpoints, 3))
+        assert all(torch.equal(reader.whole(name), tensor) for name, tensor in expected.items())
         onload(engine)
 
 

@@ -295,5 +295,5 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"trainer\.checkpoint_storage: s3://bucket/run .*s3fs"):
         Storage("s3://bucket/run")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(StorageError, match=r"pip install 'isotrain\[storage\]'"):
+    with pytest.raises(StorageError, match=r"pip install '\.\[storage\]' in a clone of isotrain"):
         Storage("memory://run")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,9 @@ def attend(qkv: list[torch.Tensor], lengths: tuple[int, ...] = LENGTHS, **option
     return out
 
 
-def explicit(qkv: list[torch.Tensor], window: int = TOKENS, scale: float = 8**-0.5) -> torch.Tensor:
+def explicit(
+    qkv: list[torch.Tensor], window: int = TOKENS, scale: float = 8**-0.5, cap: float | None = None
+) -> torch.Tensor:
     """Softmax over one mask for the whole pack, written out."""
     query, key, value = qkv
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -42,6 +45,8 @@ def explicit(qkv: list[torch.Tensor], window: int = TOKENS, scale: float = 8**-0
     distance_TT = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None]
     seen_TT = (segment_T[:, None] == segment_T) & (distance_TT >= 0) & (distance_TT < window)
     scores = (query @ key.transpose(2, 3)) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~seen_TT.to(query.device), -math.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
@@ -84,10 +89,33 @@ def test_sliding_window(device_type: str, window: int) -> None:
         torch.testing.assert_close(out, qkv[2].repeat_interleave(2, dim=1).transpose(1, 2))
 
 
+@pytest.mark.parametrize("block", [1, 50, 1 << 27])
+@pytest.mark.parametrize("window", [TOKENS, 2])
+def test_a_soft_cap_of_scores(
+    device_type: str, window: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Query by query, in blocks of a few, and all at once."""
+    monkeypatch.setattr(attention, "CAPPED_SCORES", block)
+    qkv, reference = inputs(device_type, 2), inputs(device_type, 2)
+    out = attend(qkv, sliding_window=None if window == TOKENS else window, softcap=0.7)
+    expected = explicit(reference, window, cap=0.7)
+    assert (expected - explicit(reference, window)).abs().max() > 0.1
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for x, y in zip(qkv, reference, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("largest_mask", [0, 1 << 26])
 @pytest.mark.parametrize("window", [None, 1, 3, 4])
 def test_a_segment_sees_the_one_that_it_continues(
-    device_type: str, window: int | None, largest_mask: int, monkeypatch: pytest.MonkeyPatch
+    device_type: str,
+    window: int | None,
+    largest_mask: int,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two of two tokens and one of one that continue a prompt of three, against each with its own prompt.
 
@@ -96,8 +124,9 @@ def test_a_segment_sees_the_one_that_it_continues(
     monkeypatch.setattr(attention, "LARGEST_MASK", largest_mask)
     order = [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 7, 8]
     qkv, reference = inputs(device_type, 2), inputs(device_type, 2)
-    shared = attend(qkv, (3, 2, 2, 1, 1), segment_continues=(-1, 0, 0, 0, -1), sliding_window=window)
-    repeated = attend([x[:, :, order] for x in reference], (5, 5, 4, 1), sliding_window=window)
+    options = {"sliding_window": window, "softcap": softcap}
+    shared = attend(qkv, (3, 2, 2, 1, 1), segment_continues=(-1, 0, 0, 0, -1), **options)
+    repeated = attend([x[:, :, order] for x in reference], (5, 5, 4, 1), **options)
     places = [0, 1, 2, 3, 4, 8, 9, 13, 14]  # the first copy of the prompt, and what follows each
     torch.testing.assert_close(shared, repeated[:, places], rtol=0, atol=1e-6)
     shared.square().sum().backward()
@@ -170,8 +199,9 @@ UNKNOWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("function", "name"), [pair for pair in product(FUNCTIONS, UNKNOWN) if pair != ("segments", "softcap")]
+)
 def test_arguments_that_are_not_computed_are_refused(function: str, name: str, device_type: str) -> None:
     call, needed, remedy = FUNCTIONS[function]
     with pytest.raises(ModelError, match=f"of model type 'odd' uses '{name}'.*{remedy}"):

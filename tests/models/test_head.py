@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from isotrain.models.logits import LogitTransform
 from isotrain.models.packed import TokenHead
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -197,6 +199,65 @@ def test_temperature_and_entropies_equal_full_logits(
     torch.testing.assert_close(entropy_N, expected_entropy_N, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(hidden_ND.grad, full[0].grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight_VD.grad, full[1].grad, rtol=1e-4, atol=1e-5)
+
+
+TRANSFORMS = [LogitTransform(scale=0.5), LogitTransform(cap=1.5), LogitTransform(scale=1.7, cap=2.5)]
+
+
+def transformed(
+    transform: LogitTransform, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """The formula written out, for autograd."""
+    logits_NV = transform.scale * (hidden_ND @ weight_VD.t())
+    if transform.cap is not None:
+        logits_NV = transform.cap * torch.tanh(logits_NV / transform.cap)
+    return torch.log_softmax(logits_NV / temperature, -1)
+
+
+def test_scaled_and_capped_log_probs_by_hand() -> None:
+    # Products 0 and 1; the cap makes 2 tanh(3 * 1 / 2) of the second.
+    hidden_ND = torch.ones(1, 1, requires_grad=True)
+    weight_VD, targets_N = torch.tensor([[0.0], [1.0]]), torch.tensor([1])
+    head = TokenHead(hidden_ND, weight_VD, targets_N, chunk=1, transform=LogitTransform(3.0, 2.0))
+    logit, slope = 2 * math.tanh(1.5), 3 * (1 - math.tanh(1.5) ** 2)
+    probability = 1 / (1 + math.exp(-logit))
+    assert head.logps().item() == pytest.approx(math.log(probability), abs=1e-6)
+    assert head.logits_of([1]).item() == pytest.approx(logit, abs=1e-6)
+    ((_, logits_CV),) = head.logits()
+    assert logits_CV[0].tolist() == pytest.approx([0.0, logit], abs=1e-6)
+    for value in (head.logps().sum(), -head.nll_share(1)):
+        (gradient,) = torch.autograd.grad(value, hidden_ND)
+        assert gradient.item() == pytest.approx((1 - probability) * slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("chunk", [1, 5, 13])
+@pytest.mark.parametrize("loss", ["logps", "entropies", "both", "nll_share"])
+def test_scaled_and_capped_heads_equal_full_logits(
+    device_type: str, transform: LogitTransform, chunk: int, loss: str
+) -> None:
+    temperature = 1.0 if loss == "nll_share" else 0.6
+    hidden_ND, weight_VD, targets_N = make(device_type)
+    head = TokenHead(hidden_ND, weight_VD, targets_N, chunk, transform=transform)
+    full = make(device_type)
+    logp_NV = transformed(transform, full[0], full[1], temperature)
+    expected_N = logp_NV.gather(1, targets_N[:, None])[:, 0]
+    factor_N = torch.linspace(-1, 2, 13, device=device_type)
+    if loss == "nll_share":
+        value, expected = 3 * head.nll_share(40), -3 * expected_N.sum() / 40
+    else:
+        logp_N, entropy_N = head.logps_and_entropies(temperature)
+        torch.testing.assert_close(logp_N, expected_N, rtol=1e-6, atol=2e-6)
+        pairs = [(logp_N, expected_N), (entropy_N, -(logp_NV.exp() * logp_NV).sum(-1))]
+        pairs = {"logps": pairs[:1], "entropies": pairs[1:], "both": pairs}[loss]
+        value, expected = (
+            torch.stack([(x * factor_N).sum() for x in side]).sum() for side in zip(*pairs, strict=True)
+        )
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+    value.backward()
+    expected.backward()
+    for found, gradient in zip((hidden_ND.grad, weight_VD.grad), (full[0].grad, full[1].grad), strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_entropies_that_no_loss_needs_leave_the_gradient_s_bits(device_type: str) -> None:

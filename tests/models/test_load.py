@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, GraniteConfig, PhiConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isotrain.data.prepare.tiny import Architecture, make_tiny
 from isotrain.device.detect import choose_device
@@ -200,25 +200,6 @@ def test_refuses_an_index_that_points_outside(copy: Path, outside: str) -> None:
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="the weight index points outside the directory"):
         loaded(copy)
-
-
-def test_a_model_that_scales_its_logits(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    GraniteConfig(**sizes, logits_scaling=8.0).save_pretrained(tmp_path)
-    with pytest.raises(
-        ModelError, match=r"'granite' scales or caps its logits \(logits_scaling\).*not supported"
-    ):
-        build_causal_lm(tmp_path, "sdpa")
-    GraniteConfig(**sizes, logits_scaling=1.0).save_pretrained(tmp_path)
-    assert build_causal_lm(tmp_path, "sdpa").config.logits_scaling == 1.0
-
-
-def test_refuses_a_head_with_a_bias(tmp_path: Path) -> None:
-    PhiConfig(
-        hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1
-    ).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="bias"):
-        build_causal_lm(tmp_path, "sdpa")
 
 
 def test_refuses_a_directory_without_a_configuration(tmp_path: Path) -> None:

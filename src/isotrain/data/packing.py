@@ -24,6 +24,22 @@ from isotrain.data.trajectory import Trajectory
 ATTENTION_CROSSOVER = 49152
 
 
+RoutesOfTokens = npt.NDArray[np.int16]
+"""`routes_TLK` of one sample."""
+
+FREE = -1
+"""In place of experts: a mixture's router chooses for itself, as for a token that no engine has read."""
+
+
+class ExpertRoutes(NamedTuple):
+    """Experts of each token, in each layer that has some."""
+
+    chosen: torch.Tensor
+    """`chosen_TLK`; or `chosen_RLK`, in the order in which the routers of this rank see tokens."""
+    as_seen: bool = False
+    """Whether it is the second."""
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """One micro-batch. The shift by one is done here: position `predict_N[i]` predicts `targets_N[i]`."""
@@ -40,6 +56,8 @@ class PackedBatch:
     """For each segment the number of the one that it continues, or -1; empty where each is a sample."""
     predict_on_host_N: npt.NDArray[np.int64] | None = None
     """`predict_N` on the host, also of a batch on a device: what is decided by it needs no device sync."""
+    routes: ExpertRoutes | None = None
+    """Experts that a mixture sends these tokens to, where they are given."""
 
     @property
     def loss_tokens(self) -> int:
@@ -53,10 +71,13 @@ class PackedBatch:
             predict_N=self.predict_N.to(device, non_blocking=True),
             targets_N=self.targets_N.to(device, non_blocking=True),
             last_S=self.last_S.to(device, non_blocking=True),
+            routes=None
+            if self.routes is None
+            else self.routes._replace(chosen=self.routes.chosen.to(device, non_blocking=True)),
         )
 
 
-def pack(samples: Sequence[Sample]) -> PackedBatch:
+def pack(samples: Sequence[Sample], routes: Sequence[RoutesOfTokens | None] = ()) -> PackedBatch:
     """Lay samples one after the other.
 
     Without samples the batch is a single token that bears no loss: every rank must take part in every
@@ -77,6 +98,7 @@ def pack(samples: Sequence[Sample]) -> PackedBatch:
         targets_N=torch.from_numpy(tokens_T[target_at_N]),
         last_S=torch.tensor(lengths).cumsum(0) - 1,
         predict_on_host_N=target_at_N - 1,
+        routes=_joined_routes(samples, routes, [(number, 0, n) for number, n in enumerate(lengths)]),
     )
 
 
@@ -171,6 +193,8 @@ class _Layout:
     positions: list[Places] = field(default_factory=list)
     continues: list[int] = field(default_factory=list)
     stored: int = 0
+    sources: list[tuple[int, int, int]] = field(default_factory=list)
+    """For each segment, the sample that it is from, and which of its tokens."""
 
     def add(self, tokens_T: npt.NDArray[np.int32], position: int = 0, continues: int = -1) -> Places:
         """Store a segment whose first token is at `position` of its sample; returns where its tokens are."""
@@ -189,10 +213,13 @@ def same_prompt(samples: Sequence[Sample], prompts: Sequence[int]) -> list[list[
     return list(groups.values())
 
 
-def pack_shared(samples: Sequence[Sample], prompts: Sequence[int]) -> PackedBatch:
+def pack_shared(
+    samples: Sequence[Sample], prompts: Sequence[int], routes: Sequence[RoutesOfTokens | None] = ()
+) -> PackedBatch:
     """As `pack` does, but equal prompts (the first `prompts[i]` tokens of sample i) are computed once.
 
     Loss-bearing tokens stay in the order of the samples. A prompt that only one sample has is not split off.
+    Its routes are those of the first sample that has it.
     """
     if not samples:
         return pack(samples)
@@ -201,13 +228,16 @@ def pack_shared(samples: Sequence[Sample], prompts: Sequence[int]) -> PackedBatc
     for members in same_prompt(samples, prompts):
         if len(members) == 1 or not prompts[members[0]]:
             for number in members:
+                layout.sources.append((number, 0, len(samples[number])))
                 places[number] = layout.add(samples[number].tokens_T)
             continue
         prompt = prompts[members[0]]
+        layout.sources.append((members[0], 0, prompt))
         trunk, trunk_places = len(layout.tokens), layout.add(samples[members[0]].tokens_T[:prompt])
         # Neighbours of equal length share one attention call.
         for number in sorted(members, key=lambda member: len(samples[member])):
             rest_T = samples[number].tokens_T[prompt:]
+            layout.sources += [(number, prompt, len(samples[number]))] if len(rest_T) else []
             rest_places = layout.add(rest_T, prompt, trunk) if len(rest_T) else np.zeros(0, np.int64)
             places[number] = np.concatenate([trunk_places, rest_places])
     # Within each sample: what it predicts from the second token on, and from where.
@@ -224,7 +254,25 @@ def pack_shared(samples: Sequence[Sample], prompts: Sequence[int]) -> PackedBatc
         targets_N=torch.from_numpy(tokens_T[target_at_N]),
         last_S=torch.tensor([int(place[-1]) for place in places]),
         continues=tuple(layout.continues) if max(layout.continues) >= 0 else (),
+        routes=_joined_routes(samples, routes, layout.sources),
     )
+
+
+def _joined_routes(
+    samples: Sequence[Sample],
+    routes: Sequence[RoutesOfTokens | None],
+    sources: Sequence[tuple[int, int, int]],
+) -> ExpertRoutes | None:
+    """In the order of the segments; samples without any leave the choice to the routers."""
+    known = next((sample_TLK for sample_TLK in routes if sample_TLK is not None), None)
+    if known is None:
+        return None
+    all_TLK = [
+        np.full((len(sample), *known.shape[1:]), FREE, np.int16) if routes_TLK is None else routes_TLK
+        for sample, routes_TLK in zip(samples, routes, strict=True)
+    ]
+    joined_TLK = np.concatenate([all_TLK[number][start:stop] for number, start, stop in sources])
+    return ExpertRoutes(torch.from_numpy(joined_TLK))
 
 
 # Pieces of groups are what is spread over ranks. Fewer for each rank, and ranks would wait for each other.
@@ -369,11 +417,12 @@ def pack_trajectories(
     mask_N = np.concatenate([np.zeros(0, np.bool_), *(t.mask_N for t in trajectories)])
     logp_N = np.concatenate([np.zeros(0, np.float32), *(t.logp_N for t in trajectories)])
     prompts = [trajectory.prompt_length for trajectory in trajectories]
+    routes = [trajectory.routes_TLK for trajectory in trajectories]
     turn_rewards = [_turn_rewards(trajectory) for trajectory in trajectories]
     episodes = [t.episode for t in trajectories if t.episode is not None]
     by_turn = any(episode.earlier for episode in episodes) or any(map(np.any, turn_rewards))
     return PolicyBatch(
-        packed=pack_shared(samples, prompts) if share_prompts else pack(samples),
+        packed=pack_shared(samples, prompts, routes) if share_prompts else pack(samples, routes),
         lengths=tuple(len(t.mask_N) for t in trajectories),
         mask_N=torch.from_numpy(mask_N),
         rollout_logp_N=torch.from_numpy(logp_N),

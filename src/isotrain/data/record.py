@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _GROUP, _GROUP_TOKENS = 1024, 1 << 22
 
 _NUMBERS = {"row": "int64", "prompt_index": "int64", "sample": "int64", "seed": "int64", "finished": "bool"}
+_COUNTS = {"route_layers": "int32"}
 _RANKS, _OTHERS = b"ranks", b"others"
 _MOST_RANKS = 100_000
 _LISTS: dict[str, type[np.generic]] = {
@@ -38,7 +39,10 @@ _LISTS: dict[str, type[np.generic]] = {
     "mask": np.bool_,
     "logp": np.float32,
     "version": np.int32,
+    "routes": np.int16,
 }
+# Columns that recordings of earlier versions do not have, the newest first.
+_LATER = (("routes", "route_layers"), ("episode",), ("detail",))
 
 
 class Marks(NamedTuple):
@@ -178,8 +182,10 @@ def _opened(path: Path) -> Iterator[tuple[pyarrow.parquet.ParquetFile, BinaryIO]
     import pyarrow.parquet
 
     known = [whole := _schema()]
-    for name in ("episode", "detail"):  # earlier versions did not have them
-        known.append(whole := whole.remove(whole.get_field_index(name)))
+    for names in _LATER:
+        for name in names:
+            whole = whole.remove(whole.get_field_index(name))
+        known.append(whole)
     try:
         with (
             open_regular(path) as stream,
@@ -205,7 +211,7 @@ def _ranks(schema: pyarrow.Schema, path: Path) -> int:
 def _schema() -> pyarrow.Schema:
     import pyarrow
 
-    fields = [pyarrow.field(name, pyarrow.type_for_alias(kind), False) for name, kind in _NUMBERS.items()]
+    fields = _required(_NUMBERS | _COUNTS)
     fields.append(pyarrow.field("source", pyarrow.string(), nullable=False))
     fields.append(pyarrow.field("score", pyarrow.float64(), nullable=False))
     part = pyarrow.field("value", pyarrow.float64(), nullable=False)
@@ -244,7 +250,7 @@ def _table(records: Sequence[Recorded], schema: pyarrow.Schema) -> pyarrow.Table
     trajectories, marks, advantages = zip(*records, strict=True)
     columns: dict[str, Any] = {
         name: pyarrow.array([getattr(t, name) for t in trajectories], schema.field(name).type)
-        for name in _NUMBERS
+        for name in (*_NUMBERS, *_COUNTS)
     }
     for name in Marks._fields:
         values = [getattr(m, name) for m in marks]
@@ -261,6 +267,9 @@ def _table(records: Sequence[Recorded], schema: pyarrow.Schema) -> pyarrow.Table
         "mask": [t.mask_N for t in trajectories],
         "logp": [t.logp_N for t in trajectories],
         "version": [t.version_N for t in trajectories],
+        "routes": [
+            np.zeros(0, np.int16) if t.routes_TLK is None else t.routes_TLK.ravel() for t in trajectories
+        ],
     }
     for name, arrays in lists.items():
         bounds = np.cumsum([0, *map(len, arrays)])
@@ -292,7 +301,10 @@ def _episode(values: dict[str, Any] | None, tokens: int) -> EpisodePart | None:
 def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Recorded]:
     known = [name for name in Marks._fields if name in batch.schema.names]
     numbers = {name: batch.column(name).to_pylist() for name in (*_NUMBERS, *known, "advantage")}
-    lists = {name: _split(batch.column(name), dtype) for name, dtype in _LISTS.items()}
+    known_lists = {name: dtype for name, dtype in _LISTS.items() if name in batch.schema.names}
+    lists = {name: _split(batch.column(name), dtype) for name, dtype in known_lists.items()}
+    has_routes = "routes" in known_lists
+    layers = batch.column("route_layers").to_pylist() if has_routes else [0] * batch.num_rows
     has_episodes = "episode" in batch.schema.names
     episodes = batch.column("episode").to_pylist() if has_episodes else [None] * batch.num_rows
     for i in range(batch.num_rows):
@@ -311,9 +323,22 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Recorded]:
             logp_N=lists["logp"][i],
             version_N=lists["version"][i],
             episode=episode,
+            routes_TLK=_routes(lists["routes"][i], len(prompt_P) + len(response_N), layers[i], path)
+            if has_routes
+            else None,
         )
         marks = {name: numbers[name][i] for name in known}
         yield Recorded(trajectory, Marks(**{**marks, "parts": dict(marks["parts"])}), numbers["advantage"][i])
+
+
+def _routes(
+    flat: npt.NDArray[np.int16], tokens: int, layers: int, path: Path
+) -> npt.NDArray[np.int16] | None:
+    if not len(flat) and not layers:
+        return None
+    if layers < 1 or not tokens or len(flat) % (tokens * layers):
+        raise DataError(f"{path}: {len(flat)} routes are not those of {layers} layers and {tokens} tokens")
+    return flat.reshape(tokens, layers, -1)
 
 
 def _split(column: Any, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:

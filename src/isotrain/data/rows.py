@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isotrain.errors import DataError
+from isotrain.errors import DataError, install
 
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _PARQUET_BATCH = 1024
 _CHUNK = 1 << 20
 
@@ -35,7 +37,7 @@ class Rows:
 
 
 def read_rows(source: str | Sequence[str]) -> Rows:
-    """Rows of `.jsonl`, `.json` and `.parquet` files, directories of them, and Hub data sets, in this order.
+    """Rows of `.jsonl`, `.json`, `.parquet` and `.csv` files, directories, and Hub data sets, in order.
 
     A Hub data set is `name`, `name:split` or `name:config:split`; the split is `train` unless given. The
     name may end in `@revision`: a commit, tag or branch.
@@ -87,7 +89,7 @@ def _count(file: Path) -> int:
 def _names(source: str | Sequence[str]) -> list[str]:
     names = [source] if isinstance(source, str) else list(source)
     if not names:
-        raise DataError("no data given: name a .jsonl or .parquet file, a directory, or a Hub data set")
+        raise DataError("no data given: name a .jsonl, .parquet or .csv file, a directory, or a Hub data set")
     return names
 
 
@@ -101,7 +103,7 @@ def _files(name: str) -> list[Path] | None:
         return files
     if path.exists():
         if path.suffix not in _SUFFIXES:
-            raise DataError(f"{name}: unknown kind of file; convert it to .jsonl or .parquet")
+            raise DataError(f"{name}: unknown kind of file; convert it to .jsonl, .parquet or .csv")
         return [path]
     if path.suffix in _SUFFIXES or name.startswith(("/", ".", "~")):
         raise DataError(f"{name}: no such file or directory")
@@ -122,6 +124,8 @@ class _FileReader:
     def __call__(self) -> Iterator[Row]:
         if self.file.suffix == ".parquet":
             return _parquet_rows(self.file)
+        if self.file.suffix == ".csv":
+            return _csv_rows(self.file)
         return _json_rows(self.file)
 
 
@@ -137,6 +141,29 @@ def _json_rows(file: Path) -> Iterator[Row]:
             if text.strip():
                 value = _parse(text, f"{file}:{number}")
                 yield Row(_as_row(value, f"{file}:{number}"), f"{file}:{number}")
+
+
+def _csv_rows(file: Path) -> Iterator[Row]:
+    """Texts by the names in the first line; quoted ones may have commas and lines."""
+    with _opened(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+        lines = csv.reader(text, strict=True)
+        try:
+            names = next(lines, [])
+            if not all(names) or len(set(names)) != len(names):
+                raise DataError(
+                    f"{file}:1: the first line must name the columns, each once: {','.join(names)!r}"
+                )
+            for values in lines:
+                origin = f"{file}:{lines.line_num}"
+                if values and len(values) != len(names):
+                    counts = f"{len(values)} values for {len(names)} columns"
+                    raise DataError(f"{origin}: {counts}; quote a text that has a comma")
+                if values:
+                    yield Row(dict(zip(names, values, strict=True)), origin)
+        except csv.Error as error:
+            raise DataError(f"{file}:{lines.line_num}: broken CSV: {error}") from None
+        except UnicodeDecodeError:
+            raise DataError(f"{file}: not UTF-8 text; save the file as UTF-8") from None
 
 
 def _array_rows(file: Path, data: bytes) -> Iterator[Row]:
@@ -216,7 +243,7 @@ def _load_hub(name: str) -> Any:
         import datasets
     except ImportError:
         raise DataError(
-            f"{name}: no such file, and Hub data sets need one more package: pip install 'isotrain[hub]'"
+            f"{name}: no such file, and Hub data sets need one more package: {install('hub')}"
         ) from None
     try:
         return datasets.load_dataset(repository, config, split=split, revision=revision or None)

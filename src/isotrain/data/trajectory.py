@@ -78,10 +78,19 @@ class Trajectory:
     """Whether the policy ended the response itself; otherwise it was cut at the longest allowed."""
     episode: EpisodePart | None = None
     """None where the policy answered once."""
+    routes_TLK: npt.NDArray[np.int16] | None = None
+    """Of a mixture, if wanted: the experts that the engine sent each token to, in each layer that has some;
+    -1 for a token that it never read, as the last one."""
+
+    @property
+    def route_layers(self) -> int:
+        """Layers whose experts it has."""
+        return 0 if self.routes_TLK is None else self.routes_TLK.shape[1]
 
     def __post_init__(self) -> None:
         response = len(self.tokens_T) - self.prompt_length
         assert response == len(self.mask_N) == len(self.logp_N) == len(self.version_N)
+        assert self.routes_TLK is None or len(self.routes_TLK) == len(self.tokens_T)
 
     def __len__(self) -> int:
         return len(self.tokens_T)

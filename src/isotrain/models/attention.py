@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.integrations.flash_attention import flash_attention_forward
 
@@ -25,6 +26,8 @@ SEGMENTS = "isotrain_segments"
 SHORT_ON_CPU = 384
 # Queries times keys of a mask that is worth its memory.
 LARGEST_MASK = 1 << 26
+# Scores of all heads that exist at one time where no kernel computes a soft cap: half a gibibyte in float32.
+CAPPED_SCORES = 1 << 27
 # Arguments that do not change what attention computes. Softmax of causal products, within a window, is all
 # that is computed here: an argument that is neither known nor in this list is refused.
 WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "output_router_logits"}
@@ -47,6 +50,7 @@ def segment_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: SDPA within each sample, so that none sees its neighbour.
@@ -56,7 +60,7 @@ def segment_attention(
     refuse_unsupported(module, attention_mask, extras, "packed attention", PADDED)
     if segment_lengths is None:
         raise missing_borders(module, PADDED)
-    if varlen.takes(query_1HTD, dropout):
+    if softcap is None and varlen.takes(query_1HTD, dropout):
         query_THD, key_KGD, value_KGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
         key_KGD, value_KGD, key_lengths = _after_trunks(
             key_KGD, value_KGD, segment_lengths, segment_continues
@@ -79,9 +83,9 @@ def segment_attention(
         if segment_continues:  # each segment by itself, for those that continue it
             seen += zip(*(part.split(1) for part in run), strict=True)
         if trunk < 0:
-            output_SHLD = _attend(*run, scaling, dropout, sliding_window)
+            output_SHLD = _attend(*run, scaling, dropout, sliding_window, softcap)
         else:
-            output_SHLD = _attend_after(seen[trunk], run, scaling, dropout, sliding_window)
+            output_SHLD = _attend_after(seen[trunk], run, scaling, dropout, sliding_window, softcap)
         outputs.append(output_SHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
@@ -142,7 +146,12 @@ def _runs(
 
 
 def _attend_after(
-    trunk: Run, run: Run, scaling: float | None, dropout: float, sliding_window: int | None
+    trunk: Run,
+    run: Run,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Attention of segments that also see a trunk's tokens, in the cheaper of two ways."""
     past, count, tokens = trunk[0].shape[2], len(run[0]), run[0].shape[2]
@@ -151,10 +160,10 @@ def _attend_after(
         return torch.cat([trunk[part].expand(count, -1, -1, -1), run[part]], dim=2)
 
     key, value = whole(1), whole(2)
-    if tokens <= past and tokens * (past + tokens) <= LARGEST_MASK:
-        return _attend(run[0], key, value, scaling, dropout, sliding_window)
+    if softcap is not None or (tokens <= past and tokens * (past + tokens) <= LARGEST_MASK):
+        return _attend(run[0], key, value, scaling, dropout, sliding_window, softcap)
     # The trunk's outputs are computed once more: still less than a mask costs, whose zeros are computed too.
-    return _attend(whole(0), key, value, scaling, dropout, sliding_window)[:, :, past:]
+    return _attend(whole(0), key, value, scaling, dropout, sliding_window, softcap)[:, :, past:]
 
 
 def _attend(
@@ -164,8 +173,11 @@ def _attend(
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """The queries are those of the last L of K tokens."""
+    if softcap is not None:
+        return _attend_capped(query_SHLD, key_SGKD, value_SGKD, scaling, dropout, sliding_window, softcap)
     tokens, seen = query_SHLD.shape[2], key_SGKD.shape[2]
     mask_LK = None
     if seen > tokens or (sliding_window is not None and seen > sliding_window):
@@ -189,6 +201,53 @@ def _attend(
         scale=scaling,
         enable_gqa=grouped,
     ).to(dtype)
+
+
+def _attend_capped(
+    query_SHLD: torch.Tensor,
+    key_SGKD: torch.Tensor,
+    value_SGKD: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Scores within (-softcap, softcap), in float32: block by block of queries where they are many."""
+    tokens, seen = query_SHLD.shape[2], key_SGKD.shape[2]
+    rows = max(1, CAPPED_SCORES // max(1, query_SHLD.shape[0] * query_SHLD.shape[1] * seen))
+    scale = query_SHLD.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs, stop = [], seen - tokens
+    for query_SHLd in query_SHLD.split(rows, dim=2):
+        start, stop = stop, stop + query_SHLd.shape[2]
+        first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
+        mask_LK = torch.ones(stop - start, stop - first, dtype=torch.bool, device=query_SHLD.device)
+        mask_LK.tril_(start - first)
+        if sliding_window is not None:
+            mask_LK.triu_(start - first - sliding_window + 1)
+        block = partial(_capped_block, mask_LK=mask_LK, scale=scale, dropout=dropout, softcap=softcap)
+        tensors = query_SHLd, key_SGKD[:, :, first:stop], value_SGKD[:, :, first:stop]
+        # The scores of one block only are kept for the backward pass.
+        outputs.append(
+            block(*tensors) if rows >= tokens else checkpoint(block, *tensors, use_reentrant=False)
+        )
+    return torch.cat(outputs, dim=2).to(query_SHLD.dtype)
+
+
+def _capped_block(
+    query_SHLD: torch.Tensor,
+    key_SGKD: torch.Tensor,
+    value_SGKD: torch.Tensor,
+    *,
+    mask_LK: torch.Tensor,
+    scale: float,
+    dropout: float,
+    softcap: float,
+) -> torch.Tensor:
+    groups = query_SHLD.shape[1] // key_SGKD.shape[1]
+    key_SHKD, value_SHKD = (x.float().repeat_interleave(groups, dim=1) for x in (key_SGKD, value_SGKD))
+    scores_SHLK = softcap * torch.tanh(query_SHLD.float() @ key_SHKD.transpose(2, 3) * (scale / softcap))
+    weights_SHLK = scores_SHLK.masked_fill(~mask_LK, -torch.inf).softmax(-1)
+    return F.dropout(weights_SHLK, dropout) @ value_SHKD
 
 
 # Without a mask function of the same name, transformers builds no mask: the segments are the mask.

@@ -125,6 +125,12 @@ def has_window(config: PretrainedConfig) -> bool:
     )
 
 
+def attention_cap(config: PretrainedConfig) -> float | None:
+    """Soft cap of the scores of attention."""
+    cap: float | None = getattr(text_config(config), "attn_logit_softcapping", None)
+    return cap
+
+
 def training_flops(parameters: int, trained: int, config: PretrainedConfig, lengths: Sequence[int]) -> float:
     """Useful operations of forward and backward over samples of the given lengths.
 

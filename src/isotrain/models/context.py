@@ -214,7 +214,7 @@ class Split:
 
     def own(self, values_T: torch.Tensor) -> torch.Tensor:
         """This rank's tokens; those that fill up are 0."""
-        filled = torch.cat([values_T, values_T.new_zeros(1)])
+        filled = torch.cat([values_T, values_T.new_zeros(1, *values_T.shape[1:])])
         return filled[self.layout.places_L.to(values_T.device)]
 
     def of_selected(self, values_M: torch.Tensor) -> torch.Tensor:

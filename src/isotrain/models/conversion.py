@@ -203,3 +203,29 @@ def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+WholeParameter = tuple[Conversion, dict[str, torch.Tensor]]
+"""How parameters are made, and all that they are made of."""
+
+
+class PublishedParts:
+    """Published tensors that wait for others: those of one parameter may come in any order."""
+
+    def __init__(self, plan: Sequence[Conversion]) -> None:
+        self._waiting: dict[str, dict[str, torch.Tensor]] = {}
+        self._conversions = {
+            name: conversion for conversion in plan for names in conversion.sources.values() for name in names
+        }
+
+    def __contains__(self, published: str) -> bool:
+        return published in self._conversions
+
+    def add(self, published: str, tensor: torch.Tensor) -> WholeParameter | None:
+        """Take a tensor; returns the parameter that is complete with it, if one is."""
+        conversion = self._conversions[published]
+        sources = self._waiting.setdefault(conversion.target, {})
+        sources[published] = tensor
+        if any(name not in sources for names in conversion.sources.values() for name in names):
+            return None
+        return conversion, self._waiting.pop(conversion.target)

@@ -44,6 +44,14 @@ def uses_grouped(model: PreTrainedModel) -> bool:
     return chosen and any(hasattr(layer, "is_transposed") for layer in model.modules())
 
 
+def rows_by_expert(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The expert and the old place of each row in order of experts, and how many rows each expert has."""
+    sorted_R, order_R = torch.sort(chosen_TK.flatten(), stable=True)
+    # Where each expert's rows begin: no number of it is read by the host, which would wait for the device.
+    places = torch.arange(experts + 1, device=sorted_R.device)
+    return sorted_R, order_R, torch.searchsorted(sorted_R, places).diff()
+
+
 def grouped_experts(
     multiply: Multiply,
     experts: Any,
@@ -55,10 +63,7 @@ def grouped_experts(
 
     With expert parallelism, transformers has brought each row to its expert: all are chosen among those here.
     """
-    sorted_R, order_R = torch.sort(chosen_TK.flatten(), stable=True)
-    # Where each expert's rows begin: no number of it is read by the host, which would wait for the device.
-    places = torch.arange(experts.num_experts + 1, device=sorted_R.device)
-    counts_E = torch.searchsorted(sorted_R, places).diff()
+    sorted_R, order_R, counts_E = rows_by_expert(chosen_TK, experts.num_experts)
 
     def linear(rows_R: torch.Tensor, name: str) -> torch.Tensor:
         weights_E = getattr(experts, name)

@@ -24,14 +24,20 @@ from isotrain.models.attention import FUSED, SEGMENTS
 from isotrain.models.context import ContextGroup, Split
 from isotrain.models.experts import RouterBalance
 from isotrain.models.fused import NONE_FUSED, Fused
+from isotrain.models.logits import PLAIN, LogitTransform, read_transform
+from isotrain.models.mixers import unpack_mixers
+from isotrain.models.routes import FREE, RouteReplay
 
 
 def _chunks(count: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
 
 
-def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    logits_CV = F.linear(hidden_CD, weight_VD).float()
+def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
+    return transform(F.linear(hidden_CD, weight_VD).float())
+
+
+def _cooled(logits_CV: torch.Tensor, temperature: float) -> torch.Tensor:
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
@@ -67,6 +73,7 @@ class NllShare(torch.autograd.Function):
         targets_N: torch.Tensor,
         loss_tokens: int,
         chunk: int,
+        transform: LogitTransform,
     ) -> torch.Tensor:
         gradient = _HeadGradient(hidden_ND, weight_VD, needs_weight=ctx.needs_input_grad[1])
         leaf_VD = weight_VD.detach().requires_grad_(ctx.needs_input_grad[1])
@@ -74,7 +81,9 @@ class NllShare(torch.autograd.Function):
         for part in _chunks(len(targets_N), chunk):
             hidden_CD = hidden_ND[part].detach().requires_grad_()
             with torch.enable_grad():
-                nll_C = F.cross_entropy(_logits(hidden_CD, leaf_VD), targets_N[part], reduction="none")
+                logits_CV = _logits(hidden_CD, leaf_VD, transform)
+                nll_C = F.cross_entropy(logits_CV, targets_N[part], reduction="none")
+                del logits_CV  # or it lives while the next chunk's are made
                 value = nll_C.sum() / loss_tokens
             inputs = (hidden_CD, leaf_VD) if leaf_VD.requires_grad else (hidden_CD,)
             gradient.add(part, *torch.autograd.grad(value, inputs))
@@ -88,7 +97,7 @@ class NllShare(torch.autograd.Function):
         grad_weight = None
         if gradient.weight_VD is not None:
             grad_weight = _scaled(gradient.weight_VD, grad).to(ctx.weight_dtype)
-        return _scaled(gradient.hidden_ND, grad), grad_weight, None, None, None
+        return _scaled(gradient.hidden_ND, grad), grad_weight, None, None, None, None
 
 
 def _scaled(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -107,13 +116,14 @@ class LogpsAndEntropies(torch.autograd.Function):
         targets_N: torch.Tensor,
         chunk: int,
         temperature: float,
+        transform: LogitTransform,
         entropies: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logp_N, norm_N, entropy_N = _all_chunks(
-            hidden_ND, weight_VD, targets_N, chunk, temperature, entropies
+            hidden_ND, weight_VD, targets_N, chunk, temperature, transform, entropies
         )
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, norm_N, entropy_N)
-        ctx.chunk, ctx.temperature = chunk, temperature
+        ctx.chunk, ctx.temperature, ctx.transform = chunk, temperature, transform
         ctx.set_materialize_grads(False)  # an output that nothing depends on is seen as such
         return logp_N, entropy_N
 
@@ -130,13 +140,14 @@ def _all_chunks(
     targets_N: torch.Tensor,
     chunk: int,
     temperature: float,
+    transform: LogitTransform,
     entropies: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs of the targets, the logarithm of each softmax's denominator, and entropies if wanted."""
     logp_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device)
     norm_N, entropy_N = torch.empty_like(logp_N), torch.empty_like(logp_N)
     for part in _chunks(len(targets_N), chunk):
-        logits_CV = _logits(hidden_ND[part], weight_VD, temperature)
+        logits_CV = _cooled(_logits(hidden_ND[part], weight_VD, transform), temperature)
         targets_C1 = targets_N[part, None]
         norm_N[part] = logits_CV.gather(1, targets_C1)[:, 0]
         logp_CV = torch.log_softmax(logits_CV, -1)
@@ -156,7 +167,9 @@ def _backward(
         grad_logp_N = torch.zeros_like(norm_N)
     gradient = _HeadGradient(hidden_ND, weight_VD, ctx.needs_input_grad[1])
     for part in _chunks(len(targets_N), ctx.chunk):
-        logits_CV = _logits(hidden_ND[part], weight_VD, ctx.temperature)
+        logits_CV = _logits(hidden_ND[part], weight_VD, ctx.transform)
+        slope_CV = ctx.transform.slopes(logits_CV)
+        logits_CV = _cooled(logits_CV, ctx.temperature)
         logp_CV, grad_logp_C1 = logits_CV.sub_(norm_N[part, None]), grad_logp_N[part, None]
         # d logp / d logits = onehot - p, and d entropy / d logits = -p (logp + entropy).
         if grad_entropy_N is None:
@@ -165,15 +178,65 @@ def _backward(
             grad_CV = (logp_CV + entropy_N[part, None]).mul_(grad_entropy_N[part, None]).add_(grad_logp_C1)
             grad_CV.mul_(logp_CV.exp_()).neg_()
         grad_CV.scatter_add_(1, targets_N[part, None], grad_logp_C1)
-        grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(weight_VD.dtype)
+        if ctx.transform != PLAIN:
+            grad_CV.mul_(slope_CV)
+        grad_CV = _cooled(grad_CV, ctx.temperature).to(weight_VD.dtype)
         grad_VD = grad_CV.t() @ hidden_ND[part] if ctx.needs_input_grad[1] else None
         gradient.add(part, grad_CV @ weight_VD, grad_VD)
-        del logits_CV, logp_CV, grad_CV
+        del logits_CV, logp_CV, grad_CV, slope_CV
     grad_weight = None if gradient.weight_VD is None else gradient.weight_VD.to(weight_VD.dtype)
-    return gradient.hidden_ND, grad_weight, None, None, None, None
+    return gradient.hidden_ND, grad_weight, None, None, None, None, None
+
+
+class Divergences(torch.autograd.Function):
+    """A divergence of each position's distribution from another model's, in chunks of both models' logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        other: TokenHead,
+        divergence: Divergence,
+        chunk: int,
+        temperature: float,
+        transform: LogitTransform,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD, other.hidden_ND, other.weight_VD)
+        ctx.divergence, ctx.chunk, ctx.temperature = divergence, chunk, temperature
+        ctx.transforms = transform, other.transform
+        values_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
+        for part in _chunks(len(hidden_ND), chunk):
+            logits_CV = _cooled(_logits(hidden_ND[part], weight_VD, transform), temperature)
+            other_CV = _logits(other.hidden_ND[part], other.weight_VD, other.transform)
+            values_N[part] = divergence(logits_CV, _cooled(other_CV, temperature))
+            del logits_CV, other_CV
+        return values_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_ND, weight_VD, other_ND, other_VD = ctx.saved_tensors
+        gradient = _HeadGradient(hidden_ND, weight_VD, ctx.needs_input_grad[1])
+        leaf_VD = weight_VD.detach().requires_grad_(ctx.needs_input_grad[1])
+        transform, others = ctx.transforms
+        for part in _chunks(len(hidden_ND), ctx.chunk):
+            hidden_CD = hidden_ND[part].detach().requires_grad_()
+            other_CV = _cooled(_logits(other_ND[part], other_VD, others), ctx.temperature)
+            with torch.enable_grad():
+                logits_CV = _cooled(_logits(hidden_CD, leaf_VD, transform), ctx.temperature)
+                values_C = ctx.divergence(logits_CV, other_CV)
+            inputs = (hidden_CD, leaf_VD) if leaf_VD.requires_grad else (hidden_CD,)
+            gradient.add(part, *torch.autograd.grad(values_C, inputs, grad_N[part]))
+            del logits_CV, other_CV, values_C  # before the next chunk's are there
+        grad_weight = None if gradient.weight_VD is None else gradient.weight_VD.to(weight_VD.dtype)
+        return gradient.hidden_ND, grad_weight, None, None, None, None, None
 
 
 Result = TypeVar("Result")
+Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From logits of two models, `CV` each, to one number a row."""
+# A chunk of one model's logits is chosen for a pass that keeps two copies; a divergence keeps about eight.
+DIVERGENCE_SHARE = 4
 
 
 def is_padded(attention: str) -> bool:
@@ -199,11 +262,15 @@ class Backbone(nn.Module):
         super().__init__()
         self.pretrained = pretrained
         self.attention = attention
+        if not is_padded(attention):
+            unpack_mixers(pretrained)
         self.fused = fused
         self.balance: RouterBalance | None = None
         """Set where the routers of a mixture are to spread tokens evenly."""
         self.imbalance: torch.Tensor | None = None
         """Result of `balance` in the last forward pass, while training."""
+        self.replay: RouteReplay | None = None
+        """Set where tokens are to take given routes through a mixture."""
         self.context: ContextGroup | None = None
         """Set where other ranks compute some of a micro-batch's tokens."""
 
@@ -221,7 +288,13 @@ class Backbone(nn.Module):
         objective: Callable[[Any], Result],
         continues: tuple[int, ...] = (),
         predict_on_host_N: npt.NDArray[np.int64] | None = None,
+        routes: tuple[torch.Tensor, bool] | None = None,
     ) -> Result:
+        """`routes`: experts of all tokens, `chosen_TLK`, or as this rank's routers see them (and true)."""
+        if self.replay is not None:
+            self.replay.force(None if routes is None else routes[0])
+            if routes is not None and not routes[1] and is_padded(self.attention):
+                self.replay.force(_in_rows(routes[0], lengths))
         if self.context is None:
             hidden_TD = self.hidden_states(tokens_T, positions_T, lengths, continues)
             return objective(self.head(hidden_TD.index_select(0, predict_N), targets_N))
@@ -231,6 +304,8 @@ class Backbone(nn.Module):
         # Sharding moves tensors among its inputs to the device, arrays not.
         selected_N = predict_N.cpu().numpy() if predict_on_host_N is None else predict_on_host_N
         split = Split.of(self.context, lengths, continues, selected_N, inner)
+        if self.replay is not None and routes is not None and not routes[1]:
+            self.replay.force(split.own(routes[0] - FREE) + FREE)  # what fills up is free
         output = self._run(
             input_ids=split.own(tokens_T)[None], position_ids=split.own(positions_T)[None], split=split
         )
@@ -282,6 +357,12 @@ class Backbone(nn.Module):
         return output
 
 
+def _in_rows(chosen_TLK: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Routes of tokens as `_padded` lays them out."""
+    rows = pad_sequence(list(chosen_TLK.split(lengths)), batch_first=True, padding_value=FREE)
+    return rows.flatten(0, 1)
+
+
 @dataclass(frozen=True)
 class TokenHead:
     """The language-model head over the positions that predict loss-bearing tokens."""
@@ -292,6 +373,7 @@ class TokenHead:
     chunk: int
     split: Split | None = None
     """Where other ranks have some of the positions: what these are for all is then gathered."""
+    transform: LogitTransform = PLAIN
 
     def nll_share(self, loss_tokens: int) -> torch.Tensor:
         """These tokens' share of the mean negative log-likelihood over `loss_tokens` tokens.
@@ -301,7 +383,7 @@ class TokenHead:
         if not torch.is_grad_enabled():
             return -self.logps().sum() / loss_tokens
         share: torch.Tensor = NllShare.apply(  # type: ignore[no-untyped-call]
-            self.hidden_ND, self.weight_VD, self.targets_N, loss_tokens, self.chunk
+            self.hidden_ND, self.weight_VD, self.targets_N, loss_tokens, self.chunk, self.transform
         )
         return share if self.split is None else self.split.summed(share)
 
@@ -318,13 +400,33 @@ class TokenHead:
 
     def _logps(self, temperature: float, entropies: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logp_N, entropy_N = LogpsAndEntropies.apply(  # type: ignore[no-untyped-call]
-            self.hidden_ND, self.weight_VD, self.targets_N, self.chunk, temperature, entropies
+            self.hidden_ND,
+            self.weight_VD,
+            self.targets_N,
+            self.chunk,
+            temperature,
+            self.transform,
+            entropies,
         )
         return self._whole(logp_N), self._whole(entropy_N) if entropies else entropy_N
 
+    def logits(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Logits of some positions after the other, float32, as log-probs are computed from."""
+        for part in _chunks(len(self.hidden_ND), self.chunk):
+            yield part, _logits(self.hidden_ND[part], self.weight_VD, self.transform)
+
+    def divergences(self, other: TokenHead, divergence: Divergence, temperature: float = 1.0) -> torch.Tensor:
+        """The divergence from a frozen model's distribution at each position, float32."""
+        assert len(self.hidden_ND) == len(other.hidden_ND), "both heads are over the same positions"
+        chunk = max(1, self.chunk // DIVERGENCE_SHARE)
+        values_N = Divergences.apply(  # type: ignore[no-untyped-call]
+            self.hidden_ND, self.weight_VD, other, divergence, chunk, temperature, self.transform
+        )
+        return self._whole(values_N)
+
     def logits_of(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits of some tokens of the vocabulary alone, one column each."""
-        return self._whole(F.linear(self.hidden_ND, self.weight_VD[list(tokens)]))
+        return self._whole(_logits(self.hidden_ND, self.weight_VD[list(tokens)], self.transform))
 
     def _whole(self, values_N: torch.Tensor) -> torch.Tensor:
         return values_N if self.split is None else self.split.of_selected(values_N)
@@ -341,12 +443,13 @@ class PackedModel(Backbone):
     ) -> None:
         super().__init__(causal_lm, attention, fused)
         self.logits_chunk, self.head_float32 = logits_chunk, head_float32
+        self.transform = read_transform(causal_lm)
 
     def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, split: Split | None = None) -> TokenHead:
         weight_VD = self.pretrained.get_output_embeddings().weight
         if self.head_float32:
             hidden_ND, weight_VD = hidden_ND.float(), weight_VD.float()
-        return TokenHead(hidden_ND, weight_VD, targets_N, self.logits_chunk, split)
+        return TokenHead(hidden_ND, weight_VD, targets_N, self.logits_chunk, split, self.transform)
 
 
 # The head in Hugging Face's layout of sequence and token classifiers; the latter's has a bias.

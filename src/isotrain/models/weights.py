@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 from transformers import PreTrainedModel
 
 from isotrain.errors import ModelError
 from isotrain.files import parse_json, read_regular
 from isotrain.models.conversion import Conversion, conversions
+
+# Of `read_ahead`: reads at a time, bytes of each, and what is rather read than left out between two.
+READERS, BLOCK_BYTES, GAP_BYTES = 8, 8 << 20, 64 << 10
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,23 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     return Shard(tensor.to_local(), tuple(tensor.shape), tuple(offset))
 
 
+def parts_of(tensor: torch.Tensor, ranks: Iterable[int]) -> Iterator[tuple[slice, ...]]:
+    """The parts of a tensor that ranks of the job hold, once each."""
+    if not isinstance(tensor, DTensor):
+        yield shard_of(tensor).part()
+        return
+    mesh, parts = tensor.device_mesh, set()
+    for rank in ranks:
+        places = (mesh.mesh == rank).nonzero().tolist()
+        for coordinate in places:
+            sizes, offset = _compute_local_shape_and_global_offset(
+                tensor.shape, mesh.shape, coordinate, tensor.placements
+            )
+            parts.add(tuple((start, start + size) for start, size in zip(offset, sizes, strict=True)))
+    for part in sorted(parts):
+        yield tuple(slice(start, stop) for start, stop in part)
+
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -53,6 +79,7 @@ class WeightFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._open: dict[str, Any] = {}
+        self._offsets: dict[str, dict[str, tuple[int, int]]] = {}
         self.file_of = self._index()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -69,6 +96,53 @@ class WeightFiles:
     def described(self, name: str) -> torch.Tensor:
         """Its shape, without reading it."""
         return torch.empty(self.shape(name), device="meta")
+
+    def read_ahead(self, parts: Iterable[tuple[str, tuple[slice, ...]]]) -> int:
+        """Bring parts of tensors into the system's page cache, in large reads in the order of the files.
+
+        Ranks of this machine then find there what each would fetch in small reads, one for each tensor: from
+        shared storage these take minutes. Returns the bytes; 0 if they would fill half of the free memory.
+        """
+        ranges = self._ranges(parts)
+        total = sum(stop - start for spans in ranges.values() for start, stop in spans)
+        if total > _available_memory() / 2:
+            return 0
+        blocks = [
+            (name, start, min(BLOCK_BYTES, stop - start))
+            for name, spans in ranges.items()
+            for begin, stop in spans
+            for start in range(begin, stop, BLOCK_BYTES)
+        ]
+        with ExitStack() as stack, ThreadPoolExecutor(READERS) as readers:
+            opened = {name: stack.enter_context(open(self.directory / name, "rb")) for name in ranges}
+            return sum(readers.map(lambda b: len(os.pread(opened[b[0]].fileno(), b[2], b[1])), blocks))
+
+    def _ranges(self, parts: Iterable[tuple[str, tuple[slice, ...]]]) -> dict[str, list[tuple[int, int]]]:
+        """Places of parts in each file, joined where little is between them."""
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for name, part in parts:
+            if any(piece.stop is not None and piece.stop <= (piece.start or 0) for piece in part):
+                continue
+            file_name = self.file_of[name]
+            shape, (begin, end) = self.shape(name), self._places(file_name)[name]
+            rows = part[0].indices(shape[0])[:2] if part else (0, 1)
+            row_bytes = (end - begin) // max(1, shape[0] if part else 1)
+            spans.setdefault(file_name, []).append((begin + rows[0] * row_bytes, begin + rows[1] * row_bytes))
+        return {file_name: _joined(spans[file_name]) for file_name in sorted(spans)}
+
+    def _places(self, file_name: str) -> dict[str, tuple[int, int]]:
+        """Where each tensor begins and ends in a file, which safetensors has found sound."""
+        if file_name not in self._offsets:
+            self._file(file_name)
+            with open(self.directory / file_name, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = parse_json(file.read(length))
+            header.pop("__metadata__", None)
+            self._offsets[file_name] = {
+                name: (8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
+                for name, entry in header.items()
+            }
+        return self._offsets[file_name]
 
     def _index(self) -> dict[str, str]:
         index = self.directory / INDEX
@@ -101,6 +175,41 @@ class WeightFiles:
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{self.directory}/{file_name} cannot be read: {error}") from error
         return self._open[file_name]
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1] + GAP_BYTES:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _available_memory() -> int:
+    """Bytes that Linux would give away, page cache among them; 0 where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
+def source_parts(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], files: WeightFiles, ranks: Sequence[int]
+) -> Iterator[tuple[str, tuple[slice, ...]]]:
+    """The parts of published tensors that `load_weights` reads on these ranks."""
+    for conversion in conversions(model, tensors, files.file_of):
+        names = [name for pattern in conversion.sources.values() for name in pattern]
+        tensor = tensors[conversion.target]
+        if conversion.converter is None:
+            yield from ((names[0], part) for part in parts_of(tensor, ranks))
+        elif conversion.stacks and conversion.stacked == tensor.shape[0]:
+            for part in parts_of(tensor, ranks):
+                yield from conversion.parts(part, files.shape).items()
+        else:
+            yield from ((name, (slice(None),)) for name in names)
 
 
 @torch.no_grad()

@@ -6,10 +6,11 @@ B: rows, P: prompt tokens, N: response tokens, T: both, S: tokens of a padded ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,23 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from isotrain.data.items import Sample
+from isotrain.data.packing import pack, pack_shared, plan_samples
 from isotrain.data.trajectory import Trajectory
+from isotrain.engine.engine import InferenceModel
 from isotrain.errors import ModelError, RolloutError, WeightUpdateError
-from isotrain.models.config import vocabulary_size
-from isotrain.models.conversion import Conversion, conversions, published_shapes, stored_buffers
+from isotrain.models.config import text_config, vocabulary_size
+from isotrain.models.conversion import (
+    Conversion,
+    PublishedParts,
+    WholeParameter,
+    conversions,
+    published_shapes,
+    stored_buffers,
+)
+from isotrain.models.load import keep_attention_cap
+from isotrain.models.packed import TokenHead, shares_prompts
+from isotrain.models.routes import FREE, RouteReplay
 from isotrain.rollout.base import (
     More,
     Request,
@@ -32,7 +46,8 @@ from isotrain.rollout.base import (
     stop_tokens,
     trajectory_of,
 )
-from isotrain.weights.transport import check_written, erase, open_incoming, rehearse_incoming, unwritten
+from isotrain.weights.second_buffer import SecondBuffer
+from isotrain.weights.transport import check_written, erase, rehearse_incoming, unwritten
 from isotrain.weights.update import WeightUpdate
 
 
@@ -43,32 +58,22 @@ class _Row:
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finished: bool = False
+    kept: int = 0
+    """Tokens that are not drawn again."""
+    routes: list[npt.NDArray[np.int16]] = field(default_factory=list)
+    """Experts of the prompt's tokens, then of the others that it has read, if they are recorded."""
+    settled: bool = False
+    """Whether all tokens were drawn from the ranks' forward pass."""
 
+    @property
+    def tokens_T(self) -> npt.NDArray[np.int32]:
+        return np.concatenate([self.request.prompt_P, np.array(self.tokens, dtype=np.int32)])
 
-_Whole = tuple[Conversion, dict[str, torch.Tensor]]
-"""How parameters are made, and all that they are made of."""
-
-
-class _Parts:
-    """Published tensors that wait for others: those of one parameter may come in any order."""
-
-    def __init__(self, plan: Sequence[Conversion]) -> None:
-        self._waiting: dict[str, dict[str, torch.Tensor]] = {}
-        self._conversions = {
-            name: conversion for conversion in plan for names in conversion.sources.values() for name in names
-        }
-
-    def __contains__(self, published: str) -> bool:
-        return published in self._conversions
-
-    def add(self, published: str, tensor: torch.Tensor) -> _Whole | None:
-        """Take a tensor; returns the parameter that is complete with it, if one is."""
-        conversion = self._conversions[published]
-        sources = self._waiting.setdefault(conversion.target, {})
-        sources[published] = tensor
-        if any(name not in sources for names in conversion.sources.values() for name in names):
-            return None
-        return conversion, self._waiting.pop(conversion.target)
+    @property
+    def sample(self) -> Sample:
+        """For a batch whose loss-bearing tokens are those of the response."""
+        tokens_T = self.tokens_T
+        return Sample(tokens_T, np.arange(len(tokens_T)) >= len(self.request.prompt_P))
 
 
 class HfEngine:
@@ -84,22 +89,46 @@ class HfEngine:
         dtype: str,
         device: torch.device,
         head_float32: bool = False,
+        routes: bool = False,
+        exact: InferenceModel | None = None,
+        token_budget: int = 16384,
         batch: int = 64,
         update_timeout: float = 300.0,
     ) -> None:
+        """`exact`: the model as the ranks compute it, in micro-batches of `token_budget`, to draw from.
+
+        `routes`: trajectories have the experts of each token.
+        """
         self.name, self.version, self._unusable = name, 0, ""
         self._running = self._between_tokens = False
+        self._buffer = SecondBuffer()
         self._device, self.at_once, self._timeout = device, batch, update_timeout
         self._ends = set(stop_tokens(directory))
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
-        )
-        self._model = cast(Any, model).eval()  # torch's methods are wrapped, and lose their types
+        self._exact, self._token_budget = exact, token_budget
+        model: Any
+        if exact is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
+            )
+        else:
+            model = exact.model.pretrained
+            self._config = text_config(model)
+            self._packed_attention = self._config._attn_implementation
+            self._config._attn_implementation = "sdpa"
+        keep_attention_cap(model)
+        self._cached_attention = text_config(model)._attn_implementation
+        self._model = model.eval()
+        self._routes = RouteReplay(self._model) if routes else None
         if head_float32:
             head = self._model.get_output_embeddings()
             head.forward = lambda hidden_BLD: F.linear(hidden_BLD.float(), head.weight.float())
         self._vocabulary = vocabulary_size(self._model)
         self._move(device)
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, for diagnosis."""
+        return self._model
 
     @property
     def settings(self) -> dict[str, str]:
@@ -132,11 +161,28 @@ class HfEngine:
         finally:
             self._running = False
 
+    def stream(self, request: Request, sampling: Sampling) -> Iterator[int]:
+        """The tokens of one response as they are sampled, for a reader who waits."""
+        self._check_usable()
+        (request,), row = self._checked([request]), _Row(request)
+        ids_BS, mask_BS = (part_BS.to(self._device) for part_BS in left_padded([request.prompt_P]))
+        cache = DynamicCache(config=self._model.config)
+        while not row.finished:
+            self._draw([row], self._step(ids_BS, mask_BS, cache), sampling)
+            yield row.tokens[-1]
+            ids_BS = torch.tensor([[row.tokens[-1]]], device=self._device)
+            mask_BS = torch.cat([mask_BS, mask_BS.new_ones(1, 1)], dim=1)
+
     @torch.no_grad()
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         self._check_usable()
         check_tokens(sequences, self._vocabulary, self.name)
         logps = []
+        if self._exact is not None:
+            samples = [Sample(tokens_T, np.ones(len(tokens_T), np.bool_)) for tokens_T in sequences]
+            with self._packed() as model:
+                results = model.infer([pack([sample]) for sample in samples], lambda head: head.logps())
+            return [logp_T.cpu().numpy() for logp_T in results]
         for tokens_T in sequences:
             ids_T = torch.from_numpy(tokens_T.astype(np.int64)).to(self._device)
             logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
@@ -150,8 +196,8 @@ class HfEngine:
         self._unusable = f"weight update {update.version} was not finished"
         weights, buffers = self._own(), stored_buffers(self._model)
         missing = {name for name, _ in self._model.named_parameters()} | buffers.keys()
-        parts = _Parts(self._plan)
-        with open_incoming(update, self.name, self._timeout, self._device) as contents:
+        parts = PublishedParts(self._plan)
+        with self._buffer.open(update, self.name, self._timeout, self._device) as contents:
             erase(weights.values())
             for published, tensor in contents.tensors:
                 if published not in parts:
@@ -180,11 +226,14 @@ class HfEngine:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         return parameters | stored_buffers(self._model)
 
+    def receive(self, update: WeightUpdate) -> None:
+        self._buffer.begin(update, self.name, self._timeout, self._device)
+
     def rehearse(self, update: WeightUpdate, timeout: float) -> None:
         if error := rehearse_incoming(update, self.name, timeout, self._device):
             raise WeightUpdateError(error)
 
-    def _converted(self, whole: _Whole | None, update: WeightUpdate) -> dict[str, torch.Tensor]:
+    def _converted(self, whole: WholeParameter | None, update: WeightUpdate) -> dict[str, torch.Tensor]:
         if whole is None:
             return {}
         conversion, tensors = whole
@@ -230,11 +279,30 @@ class HfEngine:
         self, requests: Sequence[Request], sampling: Sampling, between_tokens: Callable[[], None]
     ) -> Iterator[Trajectory]:
         rows = [_Row(request) for request in requests]
-        ids_BS, mask_BS = _left_padded([request.prompt_P for request in requests])
+        if self._exact is None:
+            yield from self._decode(rows, sampling, between_tokens)
+            return
+        while rows:
+            for _ in self._decode([row for row in rows if not row.finished], sampling, between_tokens):
+                self._check_usable()
+            self._draw_again(rows, sampling)
+            # The ranks compute a prompt once for its responses, which are therefore settled together.
+            open_prompts = {row.request.prompt_index for row in rows if not row.settled}
+            yield from (self._trajectory(row) for row in rows if row.request.prompt_index not in open_prompts)
+            rows = [row for row in rows if row.request.prompt_index in open_prompts]
+
+    def _decode(
+        self, rows: list[_Row], sampling: Sampling, between_tokens: Callable[[], None]
+    ) -> Iterator[Trajectory]:
+        """Write rows to their ends, with a cache."""
+        if not rows:
+            return
+        ids_BS, mask_BS = left_padded([row.tokens_T for row in rows])
         ids_BS, mask_BS = ids_BS.to(self._device), mask_BS.to(self._device)
         cache = DynamicCache(config=self._model.config)
         while True:
-            logits_BV = self._step(ids_BS, mask_BS, cache)
+            with self._recording(rows, mask_BS[:, -ids_BS.shape[1] :]):
+                logits_BV = self._step(ids_BS, mask_BS, cache)
             active = [index for index, row in enumerate(rows) if not row.finished]
             self._draw([rows[index] for index in active], logits_BV[active], sampling)
             done = [index for index in active if rows[index].finished]
@@ -251,6 +319,74 @@ class HfEngine:
                 mask_BS = mask_BS[kept_B]
             ids_BS = torch.tensor([[row.tokens[-1]] for row in rows], device=self._device)
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
+
+    def _draw_again(self, rows: list[_Row], sampling: Sampling) -> None:
+        """Draw all tokens of finished rows once more, with the same noise, from the ranks' own forward pass.
+
+        A row is settled if every token is the same. Otherwise it goes on after the first that differs, which
+        is replaced: a token is never drawn from a pass with a cache, whose kernels round in another way. What
+        precedes the replaced one stays, so that each round settles more of the row.
+        """
+        assert self._exact is not None
+        shared = shares_prompts(self._exact.model.attention)
+        samples = [row.sample for row in rows]
+        prompts = [len(row.request.prompt_P) for row in rows]
+        budget = max(self._token_budget, *map(len, samples))
+        for numbers in plan_samples(samples, prompts, budget, shared):
+            part, lengths = [samples[i] for i in numbers], [len(rows[i].tokens) for i in numbers]
+            batch = pack_shared(part, [prompts[i] for i in numbers]) if shared else pack(part)
+            seeds = [rows[i].request.seed for i in numbers for _ in rows[i].tokens]
+            positions = [position for length in lengths for position in range(length)]
+
+            def drawn(
+                head: TokenHead, seeds: list[int] = seeds, positions: list[int] = positions
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                tokens, logps = [], []
+                for part, logits_CV in head.logits():
+                    logp_CV = logps_of(logits_CV, sampling)
+                    tokens.append(choose(logits_CV, logp_CV, sampling, seeds[part], positions[part]))
+                    logps.append(logp_CV.gather(1, head.targets_N[part, None])[:, 0].cpu())
+                return torch.cat(tokens), torch.cat(logps)
+
+            with self._packed() as model:
+                ((token_N, logp_N),) = model.infer([batch], drawn)
+            for i, tokens, logps in zip(numbers, token_N.split(lengths), logp_N.split(lengths), strict=True):
+                self._compare(rows[i], tokens.tolist(), logps.tolist(), sampling)
+
+    def _compare(self, row: _Row, tokens: list[int], logps: list[float], sampling: Sampling) -> None:
+        differing = (i for i in range(row.kept, len(tokens)) if tokens[i] != row.tokens[i])
+        at = next(differing, None)
+        row.settled, row.kept = at is None, len(tokens) if at is None else at + 1
+        if at is not None:
+            row.tokens[at:], row.finished = [tokens[at]], self._ends_with(tokens[at], at + 1, row, sampling)
+            del row.versions[at + 1 :]
+        row.logps = logps[: len(row.tokens)]
+
+    @contextmanager
+    def _packed(self) -> Iterator[InferenceModel]:
+        """The ranks' model with their attention; decoding with a cache takes another."""
+        assert self._exact is not None
+        self._config._attn_implementation = self._packed_attention
+        try:
+            yield self._exact
+        finally:
+            self._config._attn_implementation = self._cached_attention
+
+    def _ends_with(self, token: int, length: int, row: _Row, sampling: Sampling) -> bool:
+        return token in self._ends or length >= row.request.room(sampling)
+
+    @contextmanager
+    def _recording(self, rows: Sequence[_Row], mask_BS: torch.Tensor) -> Iterator[None]:
+        """Keep the experts of the tokens under the mask, if they are asked for."""
+        if self._routes is None:
+            yield
+            return
+        self._routes.record()
+        yield
+        routes_BSLK = self._routes.recorded().unflatten(0, mask_BS.shape).to("cpu", torch.int16)
+        for row, routes_SLK, real_S in zip(rows, routes_BSLK, mask_BS.bool().cpu(), strict=True):
+            if not row.finished:
+                row.routes.append(routes_SLK[real_S].numpy())
 
     @torch.no_grad()
     def _step(self, ids_BS: torch.Tensor, mask_BS: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
@@ -274,15 +410,20 @@ class HfEngine:
             row.tokens.append(token)
             row.logps.append(logp)
             row.versions.append(self.version)
-            row.finished = token in self._ends or len(row.tokens) >= row.request.room(sampling)
+            row.finished = self._ends_with(token, len(row.tokens), row, sampling)
 
     def _trajectory(self, row: _Row) -> Trajectory:
         response_N, logp_N = np.array(row.tokens, dtype=np.int32), np.array(row.logps, dtype=np.float32)
         version_N = np.array(row.versions, dtype=np.int32)
-        return trajectory_of(row.request, response_N, logp_N, version_N, row.tokens[-1] in self._ends)
+        routes_TLK = None
+        if row.routes:
+            free_1LK = np.full_like(row.routes[0][:1], FREE)  # nobody has read the last token
+            routes_TLK = np.concatenate([*row.routes, free_1LK])
+        finished = row.tokens[-1] in self._ends
+        return trajectory_of(row.request, response_N, logp_N, version_N, finished, routes_TLK)
 
 
-def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor, torch.Tensor]:
+def left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts that end together, and where they are; the padding is never attended to."""
     longest = max(len(prompt_P) for prompt_P in prompts)
     ids_BS = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -296,19 +437,33 @@ def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor
 def draw(
     logits_BV: torch.Tensor, sampling: Sampling, seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and log-prob of each row, in the distribution that is left by temperature, top-k and top-p.
+    """Token and log-prob of each row."""
+    logits_BV = logits_BV.to("cpu", torch.float32)
+    logp_BV = logps_of(logits_BV, sampling)
+    token_B = choose(logits_BV, logp_BV, sampling, seeds, positions)
+    return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
+
+
+def logps_of(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Log-probs in the distribution that is left by temperature, top-k and top-p.
 
     Greedy responses have the log-probs of temperature 1.
     """
-    logits_BV = logits_BV.to("cpu", torch.float32)
+    return (logits_BV if sampling.temperature == 0 else processed(logits_BV, sampling)).log_softmax(-1)
+
+
+def choose(
+    logits_BV: torch.Tensor,
+    logp_BV: torch.Tensor,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    positions: Sequence[int],
+) -> torch.Tensor:
+    """A token of each row, on the host: the best, or a draw from the distribution."""
     if sampling.temperature == 0:
-        logp_BV = logits_BV.log_softmax(-1)
-        token_B = logits_BV.argmax(-1)
-    else:
-        logp_BV = processed(logits_BV, sampling).log_softmax(-1)
-        # The largest of log-prob plus Gumbel noise is a draw from the distribution.
-        token_B = (logp_BV + gumbel(seeds, positions, logp_BV.shape[1])).argmax(-1)
-    return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
+        return logits_BV.argmax(-1).cpu()
+    # The largest of log-prob plus Gumbel noise is a draw from the distribution.
+    return (logp_BV.cpu() + gumbel(seeds, positions, logp_BV.shape[1])).argmax(-1)
 
 
 def processed(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotrain.errors import DataError
 from isotrain.models.config import stated_constants
+from isotrain.models.routes import mixtures, ranks_experts, taken
 
 ROUTE, SCORE = "route/", "score/"
 """Prefixes of tensors in a layer trace; the rest of their names is the layer of experts."""
@@ -46,7 +47,10 @@ class ForcedRoutes(TorchDispatchMode):
 
     def __init__(self, pretrained: nn.Module, recorded: Path) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._mixtures = dict(_mixtures(pretrained))
+        self._mixtures = {
+            name: (block, int(pretrained.get_submodule(name).num_experts))  # type: ignore[arg-type]
+            for name, block in mixtures(pretrained)
+        }
         self._routes = _read(recorded) if recorded.is_file() else {}
         self._begin = self._rows = 0
         self._layer: str | None = None
@@ -82,8 +86,7 @@ class ForcedRoutes(TorchDispatchMode):
             return result
         if func in _PRODUCTS and result.shape[-1] == self._experts:
             self._logits = result
-        # Of groups of experts, and inside of groups, there may be others before.
-        if func is not torch.ops.aten.topk.default or args[0].shape[1:] != (self._experts,):
+        if func is not torch.ops.aten.topk.default or not ranks_experts(args[0], self._experts):
             return result
         scores_TE = args[0]
         self._rows = len(scores_TE)
@@ -99,14 +102,7 @@ class ForcedRoutes(TorchDispatchMode):
                 "this recipe?"
             )
         chosen_TK = torch.from_numpy(forced_TK.astype(np.int64)).to(scores_TE.device)
-        return scores_TE.gather(-1, chosen_TK), chosen_TK
-
-
-def _mixtures(pretrained: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, int]]]:
-    for name, module in pretrained.named_modules():
-        if hasattr(module, "is_transposed"):
-            block = pretrained.get_submodule(name.rpartition(".")[0])
-            yield name, (block, int(module.num_experts))
+        return taken(scores_TE, result[1], chosen_TK)
 
 
 def _in_logits(scores_TE: torch.Tensor, logits_TE: torch.Tensor | None) -> npt.NDArray[np.float64]:
