@@ -42,7 +42,7 @@ BOTH = {
         f"rollout.{name}"
         for name in (
             *("eager", "load_format", "server_python", "weight_transfer", "update_timeout"),
-            "engine_options",
+            *("engine_options", "exact"),
             "weight_check_tolerance",
             "record",
         )

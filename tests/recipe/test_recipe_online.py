@@ -87,8 +87,8 @@ UNKNOWN_NAME = (
 NEEDS_ROLLOUT = "r.yaml: 'rollout' is missing; grpo needs it to sample responses: write 'rollout: {n: 4}'"
 NEEDS_REWARD = "r.yaml: 'reward' is missing; grpo needs it to score responses: write 'reward: {gsm8k: {}}'"
 NO_PART = (
-    "no reward is set; add one of gsm8k, math, code, function, plugin, model, process, environment, such as "
-    "gsm8k: {}"
+    "no reward is set; add one of gsm8k, math, choice, code, function, plugin, model, process, environment, "
+    "such as gsm8k: {}"
 )
 
 
@@ -178,7 +178,7 @@ NO_PART = (
             GRPO + "rollout:\nreward: gsm8k\n",
             [
                 "r.yaml:8: 'reward' is the text 'gsm8k'; expected a section with keys such as "
-                "gsm8k, math, code, function; write 'reward: {gsm8k: {}}'"
+                "gsm8k, math, choice, code; write 'reward: {gsm8k: {}}'"
             ],
         ),
         (
@@ -224,6 +224,56 @@ NO_PART = (
                 "r.yaml:9: rollout.in_flight (true) cannot be used with rollout.engine sglang, which takes "
                 "weights between responses: set engine: vllm, or remove in_flight"
             ],
+        ),
+        *(
+            (
+                GRPO.replace("name: grpo", "name: grpo\n  router_replay: R3")
+                + PARTS.replace("n: 4", settings),
+                [
+                    "r.yaml:7: algorithm.router_replay (R3) takes routes from rollout.engine hf alone, and "
+                    "with exact there are no others than the trainer's: set engine: hf without exact, or "
+                    "router_replay: R2 or disabled"
+                ],
+            )
+            for settings in ("n: 4", "n: 4\n  engine: hf\n  exact: true")
+        ),
+        (
+            GRPO.replace("{path: c}", "{path: c, compile: true}") + "  router_replay: R2\n" + PARTS,
+            ["r.yaml:7: algorithm.router_replay (R2) cannot be used with model.compile: remove one"],
+        ),
+        (
+            GRPO + "  router_replay: R2\n  rollout_correction: {bypass_mode: true}\n" + PARTS,
+            [
+                "r.yaml:7: algorithm.router_replay (R2) takes routes of the pass for old log-probs, which "
+                "rollout_correction.bypass_mode leaves out: set R3, or remove one of the two",
+            ],
+        ),
+        (
+            GRPO + "rollout:\n  n: 2\n  exact: true\nreward: {gsm8k: {}}\n",
+            [
+                "r.yaml:9: rollout.exact (true) needs the trainer's kernels, which rollout.engine vllm does "
+                "not have: set engine: hf, or remove exact"
+            ],
+        ),
+        (
+            GRPO
+            + "rollout:\n  n: 2\n  exact: true\n  engine: hf\n  in_flight: true\n  staleness: 1\n"
+            + "cluster: {placement: separate}\nreward: {gsm8k: {}}\n",
+            [
+                "r.yaml:9: rollout.exact (true) draws a response from one version of the weights, "
+                "rollout.in_flight (true) from several: remove one of the two"
+            ],
+        ),
+        *(
+            (
+                GRPO.replace("{path: c}", f"{{path: c, {setting}}}")
+                + PARTS.replace("n: 4", "n: 4\n  engine: hf\n  exact: true"),
+                [
+                    f"r.yaml:10: rollout.exact (true) cannot be used with model.{field}: the engine computes "
+                    "whole layers without it, and rounds in another way: remove one of the two"
+                ],
+            )
+            for field, setting in (("lora", "lora: {rank: 4}"), ("compile", "compile: true"))
         ),
         (
             GRPO + "rollout:\n  n: 2\n  engine_options: {kv_cache_dtype: fp8}\nreward: {gsm8k: {}}\n",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import pathlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -29,6 +31,32 @@ _RULES = (
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
     ("float", _FLOAT, "-+.0123456789"),
 )
+
+
+def read_source(
+    path: pathlib.Path,
+    longest: int = MAX_CHARACTERS,
+    opened: Callable[[pathlib.Path], BinaryIO] = lambda path: path.open("rb"),
+) -> str:
+    """The text of a recipe file of at most `longest` bytes; it may be a pipe of the shell."""
+    try:
+        with opened(path) as file:
+            # One byte more than is allowed, so that a device file or a model file given by mistake ends here.
+            data = file.read(longest + 1)
+    except FileNotFoundError:
+        text = tr("no such file; `isotrain recipes` lists recipes to start from")
+        raise error_at(str(path), text) from None
+    except OSError as error:
+        raise error_at(str(path), tr("cannot be read: {error}", error=error.strerror)) from None
+    if len(data) > longest:
+        raise error_at(str(path), tr("longer than {size} KiB; is this a recipe?", size=longest // 1024))
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8", "replace")
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        text = tr("not UTF-8 text; save the file as UTF-8")
+        raise error_at(f"{path}:{line}:{column}", text) from None
 
 
 class RecipeLoader(yaml.SafeLoader):

@@ -10,7 +10,7 @@ from pathlib import Path
 from isotrain.errors import RecipeError
 from isotrain.language import tr
 from isotrain.recipe import document
-from isotrain.recipe.load import read_source
+from isotrain.recipe.document import read_source
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -61,7 +61,7 @@ def read(name: str) -> str:
 def locate(given: str) -> Path:
     """A command-line argument: a file, or else the bare name of a shipped recipe."""
     path = Path(given)
-    bare = "/" not in given and "\\" not in given and path.suffix not in (".yaml", ".yml")
+    bare = "/" not in given and "\\" not in given and path.suffix not in (".yaml", ".yml") and path.name
     if not bare or path.is_file():
         return path
     try:

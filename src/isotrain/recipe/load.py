@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from isotrain.errors import RecipeError
 from isotrain.files import open_regular, parse_json
 from isotrain.language import listed, tr
 from isotrain.recipe import document as documents
 from isotrain.recipe.check import check
-from isotrain.recipe.document import Document, Problem, SourcePlace, error_at, without_place
+from isotrain.recipe.document import (
+    Document,
+    Problem,
+    SourcePlace,
+    error_at,
+    read_source,
+    without_place,
+)
 from isotrain.recipe.fields import section_paths
 from isotrain.recipe.schema import Recipe
 
@@ -23,32 +30,6 @@ _SHOWN_PROBLEMS = 50
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file, apply `key=value` overrides, and check the result."""
     return parse_recipe(read_source(path), str(path), overrides)
-
-
-def read_source(
-    path: Path,
-    longest: int = documents.MAX_CHARACTERS,
-    opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
-) -> str:
-    """The text of a recipe file of at most `longest` bytes; it may be a pipe of the shell."""
-    try:
-        with opened(path) as file:
-            # One byte more than is allowed, so that a device file or a model file given by mistake ends here.
-            data = file.read(longest + 1)
-    except FileNotFoundError:
-        text = tr("no such file; `isotrain recipes` lists recipes to start from")
-        raise error_at(str(path), text) from None
-    except OSError as error:
-        raise error_at(str(path), tr("cannot be read: {error}", error=error.strerror)) from None
-    if len(data) > longest:
-        raise error_at(str(path), tr("longer than {size} KiB; is this a recipe?", size=longest // 1024))
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        before = data[: error.start].decode("utf-8", "replace")
-        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        text = tr("not UTF-8 text; save the file as UTF-8")
-        raise error_at(f"{path}:{line}:{column}", text) from None
 
 
 def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -15,6 +15,7 @@ from isotrain.recipe.environment import (
 )
 from isotrain.recipe.policy_loss import (
     Aggregation,
+    DistillationSection,
     KlSection,
     LossSection,
     PluginSection,
@@ -75,8 +76,13 @@ class OnlineSection(Section):
     """The policy loss."""
     kl: KlSection = KlSection()
     """KL penalty against the reference policy."""
+    distillation: DistillationSection = DistillationSection()
+    """On-policy distillation: a teacher scores the tokens that the policy samples."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     """Correction for the difference between the rollout engine's and the trained model's probabilities."""
+    router_replay: Literal["disabled", "R2", "R3"] = "disabled"
+    """For a mixture: the experts that tokens of responses are sent to in training. `R3`: those of the engine
+    that sampled them; `R2`: those of the pass for old log-probs, where a step has several updates."""
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
     """DAPO's dynamic sampling."""
     overlong: OverlongSection = OverlongSection()
@@ -192,6 +198,9 @@ class RolloutSection(Section):
     engine: Literal["vllm", "sglang", "hf"] = "vllm"
     """The rollout engine: vLLM; SGLang (it has run on CPUs only); or `hf`, a
     slow reference built on transformers that runs on any device."""
+    exact: Annotated[bool, Affects.EXECUTION] = False
+    """With `hf`: draw every token from the trainer's own forward pass (kernels, attention, packing, head), so
+    that the sampled log-probs are the trained model's; costs a forward pass over each response and more."""
     n: Annotated[int, Affects.RESPONSES] = Field(default=1, ge=1)
     """Responses to each prompt."""
     max_tokens: Annotated[int, Affects.RESPONSES] = Field(default=512, ge=1)
@@ -280,6 +289,11 @@ class MathSection(Section):
     """Weight of this reward in the sum."""
 
 
+class ChoiceSection(Section):
+    weight: float = 1.0
+    """Weight of this reward in the sum."""
+
+
 class CodeSection(Section):
     sandbox: Annotated[str, Affects.EXECUTION] = Field(
         default="bubblewrap",
@@ -359,6 +373,8 @@ class RewardSection(Section):
     """Compare GSM8K's final answers as text."""
     math: MathSection | None = None
     """Compare final answers as mathematics, with math-verify."""
+    choice: ChoiceSection | None = None
+    """Compare the letter of a multiple-choice answer; the row has a letter, or a number from 0."""
     code: CodeSection | None = None
     """Run the response's last code block against the row's tests, in a sandbox."""
     function: FunctionSection | None = None
@@ -382,7 +398,7 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _one_at_least(self) -> RewardSection:
-        names = ("gsm8k", "math", "code", "function", "plugin", "model", "process", "environment")
+        names = ("gsm8k", "math", "choice", "code", "function", "plugin", "model", "process", "environment")
         if not any(getattr(self, name) for name in names):
             raise ValueError(
                 tr("no reward is set; add one of {names}, such as gsm8k: {{}}", names=", ".join(names))

@@ -77,6 +77,40 @@ class KlSection(Section):
         return self
 
 
+class DistillationSection(Section):
+    path: str | None = None
+    """Model directory of the teacher, with the policy's tokenizer; null for no distillation."""
+    loss: Literal["policy-gradient", "k2", "k3", "forward-kl", "reverse-kl", "jsd"] = "policy-gradient"
+    """`policy-gradient`: the teacher's minus the policy's log-prob is the advantage of a sampled token. `k2`,
+    `k3`: estimates of the reverse KL as a loss. The others: divergences over the vocabulary as a loss."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Compare only so many tokens that are likely for the teacher, and the others as one; null for all."""
+    coefficient: float = Field(default=1.0, gt=0)
+    """Coefficient of the distillation loss."""
+    clamp: float | None = Field(default=None, gt=0)
+    """Largest size of a token's advantage or divergence; null for no limit beyond the estimators' own."""
+    task_rewards: bool = True
+    """Learn from rewards as well; false only shows them."""
+
+    @property
+    def over_vocabulary(self) -> bool:
+        """Whether whole distributions are compared, and not sampled tokens."""
+        return self.loss in ("forward-kl", "reverse-kl", "jsd")
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> DistillationSection:
+        if self.path is None and not self.task_rewards:
+            raise ValueError(tr("task_rewards (false) leaves nothing to learn from: set path, or remove it"))
+        if self.top_k is not None and not self.over_vocabulary:
+            raise ValueError(
+                tr(
+                    "top_k cannot be used with loss {loss}: write forward-kl, reverse-kl or jsd",
+                    loss=self.loss,
+                )
+            )
+        return self
+
+
 class RolloutCorrectionSection(Section):
     level: Literal["off", "token", "sequence", "geometric"] = "off"
     """Level of the importance weights between rollout engine and trained model: none, token, the product over

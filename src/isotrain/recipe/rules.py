@@ -33,8 +33,12 @@ def broken_rules(
     max_prompt: int,
     token_budget: int,
     head_dtype: str,
+    other_layers: str | None = None,
 ) -> Iterator[str]:
-    """One line for each rule that an online recipe breaks, with the keys to change."""
+    """One line for each rule that an online recipe breaks, with the keys to change.
+
+    `other_layers` is the field of `model` that lets ranks compute layers in another way than an engine.
+    """
     yield from _sampling(algorithm, rollout, batch_size)
     yield from _lengths(algorithm, rollout, max_prompt, token_budget)
     yield from _controller(algorithm.kl, batch_size * rollout.n)
@@ -46,12 +50,52 @@ def broken_rules(
             "model.dtype: set engine: vllm or hf, or remove head_dtype",
             dtype=head_dtype,
         )
+    if rollout.exact:
+        yield from _exact(rollout, other_layers)
+    if algorithm.router_replay != "disabled":
+        yield from _replay(algorithm, rollout, compiled=other_layers == "compile")
     if reward.environment is not None and rollout.episodes is None:
         yield tr(
             "reward.environment needs one who gives it: set rollout.environment.path, or rollout.agent.path"
         )
     if rollout.environment is not None and rollout.agent is not None:
         yield tr("rollout.agent calls the policy by itself: remove rollout.environment, or rollout.agent")
+
+
+def _exact(rollout: RolloutSection, other_layers: str | None) -> Iterator[str]:
+    if rollout.engine != "hf":
+        yield tr(
+            "rollout.exact (true) needs the trainer's kernels, which rollout.engine {engine} does not have: "
+            "set engine: hf, or remove exact",
+            engine=rollout.engine,
+        )
+    if rollout.in_flight:
+        yield tr(
+            "rollout.exact (true) draws a response from one version of the weights, rollout.in_flight "
+            "(true) from several: remove one of the two"
+        )
+    if other_layers:
+        yield tr(
+            "rollout.exact (true) cannot be used with model.{field}: the engine computes whole layers "
+            "without it, and rounds in another way: remove one of the two",
+            field=other_layers,
+        )
+
+
+def _replay(algorithm: OnlineSection, rollout: RolloutSection, compiled: bool) -> Iterator[str]:
+    mode = algorithm.router_replay
+    if mode == "R3" and (rollout.engine != "hf" or rollout.exact):
+        yield tr(
+            "algorithm.router_replay (R3) takes routes from rollout.engine hf alone, and with exact there "
+            "are no others than the trainer's: set engine: hf without exact, or router_replay: R2 or disabled"
+        )
+    if mode == "R2" and algorithm.rollout_correction.bypass_mode:
+        yield tr(
+            "algorithm.router_replay (R2) takes routes of the pass for old log-probs, which "
+            "rollout_correction.bypass_mode leaves out: set R3, or remove one of the two"
+        )
+    if compiled:
+        yield tr("algorithm.router_replay ({mode}) cannot be used with model.compile: remove one", mode=mode)
 
 
 def _sampling(algorithm: OnlineSection, rollout: RolloutSection, batch_size: int) -> Iterator[str]:

@@ -54,6 +54,8 @@ def drawn(chance: random.Random) -> dict[str, Any]:
         "dynamic_sampling": {"max_attempts": chance.choice([0, 4])},
         "overlong": chance.choice([{}, {"buffer": 16, "factor": 0.5}]),
     }  # fmt: skip
+    if not algorithm["rollout_correction"].get("bypass_mode"):
+        algorithm["router_replay"] = chance.choice(["disabled", "R2"])
     if loss != "gspo":
         algorithm["loss"]["aggregation"] = chance.choice(
             ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -153,3 +155,13 @@ def test_options_of_the_engine_go_there_and_back() -> None:
     other = ["rollout.engine_options.compilation_config={use_inductor: false}"]
     lost = to_verl(load_recipe(library.find("gsm8k-grpo-8x"), other)).differences
     assert [item.changes for item in lost if item.field == "rollout.engine_options"] == [False]
+
+
+@pytest.mark.parametrize(("loss", "top_k"), [("policy-gradient", None), ("k2", None), ("forward-kl", 16)])
+def test_distillation_comes_back(loss: str, top_k: int | None) -> None:
+    settings = {"path": "t", "loss": loss, "top_k": top_k, "clamp": 5.0, "coefficient": 0.5}
+    overrides = [f"algorithm.distillation={json.dumps(settings)}"]
+    recipe = load_recipe(library.find("gsm8k-grpo-8x"), overrides)
+    here, there = spelled_out(recipe), spelled_out(again(recipe))
+    names = [name for name in here if name.startswith("algorithm.distillation")]
+    assert names and {name: here[name] for name in names} == {name: there.get(name) for name in names}

@@ -217,7 +217,7 @@ def test_without_the_parser_a_script_names_the_extra(tmp_path: Path) -> None:
 
     folder = Path(__file__).parent / "scripts"
     refused = run(folder / "openrlhf-sft.sh", "openrlhf")
-    assert refused.returncode == 1 and "pip install 'isotrain[import]'" in refused.stderr
+    assert refused.returncode == 1 and "pip install '.[import]' in a clone of isotrain" in refused.stderr
     assert "Traceback" not in refused.stderr
     config = run(folder / "verl-config.yaml", "verl")
     assert config.returncode == 0 and "name: gspo" in config.stdout

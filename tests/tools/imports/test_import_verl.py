@@ -211,6 +211,11 @@ def test_defaults_are_those_of_the_version() -> None:
         imported(version="0.1")
 
 
+def test_routes_of_the_old_policy_are_replayed_there_too() -> None:
+    result = imported(f"{ACTOR}.router_replay.mode=R2")
+    assert result.same_training and fields(result)["algorithm.router_replay"] == "R2"
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [
@@ -224,6 +229,7 @@ def test_defaults_are_those_of_the_version() -> None:
         (f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.fsdp_config.model_dtype"),
         ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.temperature"),
         ("data.train_max_samples=100", "data.train_max_samples"),
+        (f"{ACTOR}.router_replay.mode=R3", f"{ACTOR}.router_replay.mode"),
         ("actor_rollout_ref.actor.optim.optimizer=AdamW8bit", "actor_rollout_ref.actor.optim.optimizer"),
         ("critic.model.lora_rank=8", ""),
     ],
@@ -601,3 +607,57 @@ def test_bypass_mode_chooses_the_loss(loss: str) -> None:
     assert result.same_training and written[f"{CORRECTION}.bypass_mode"]
     expected = ("clip", "off") if loss == "ppo_clip" else ("reinforce", "token")
     assert (written["algorithm.loss.name"], written[f"{CORRECTION}.level"]) == expected
+
+
+DISTILLATION = (
+    "distillation.enabled=True",
+    "distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-7B",
+)
+D_LOSS, TEACHER = "distillation.distillation_loss", "distillation.teacher_models.teacher_model"
+
+
+@pytest.mark.parametrize(
+    ("mode", "gradient", "loss"),
+    [
+        ("k1", True, "policy-gradient"),
+        ("k3", False, "k3"),
+        ("mse", False, "k2"),
+        ("forward_kl_topk_tail", False, "forward-kl"),
+    ],
+)
+def test_on_policy_distillation(mode: str, gradient: bool, loss: str) -> None:
+    result = imported(
+        *DISTILLATION,
+        f"{D_LOSS}.loss_mode={mode}",
+        f"{D_LOSS}.use_policy_gradient={gradient}",
+        f"{D_LOSS}.use_task_rewards=False",
+        f"{D_LOSS}.loss_max_clamp=10.0",
+        f"{D_LOSS}.topk=64",
+        "distillation.n_gpus_per_node=4",
+        f"{TEACHER}.inference.tensor_model_parallel_size=2",
+    )
+    found, section = fields(result), "algorithm.distillation"
+    assert found[f"{section}.path"] == "Qwen/Qwen2.5-7B" and found[f"{section}.loss"] == loss
+    assert found[f"{section}.task_rewards"] is False and found[f"{section}.clamp"] == 10.0
+    assert found.get(f"{section}.top_k") == (64 if loss == "forward-kl" else None)
+    assert not any(
+        "distillation" in key for key in (*refused(result), *(item.key for item in result.unknown))
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ((f"{D_LOSS}.loss_mode=k3", f"{D_LOSS}.use_policy_gradient=True"), f"{D_LOSS}.loss_mode"),
+        ((f"{D_LOSS}.loss_mode=forward_kl_topk",), f"{D_LOSS}.loss_mode"),
+        (("distillation.teacher_models.two.model_path=b",), "distillation.enabled"),
+        ((f"{D_LOSS}.loss_mode=k3", f"{D_LOSS}.clip_ratio=0.4"), f"{D_LOSS}.clip_ratio"),
+    ],
+)
+def test_other_distillation_is_refused(settings: tuple[str, ...], key: str) -> None:
+    assert refused(imported(*DISTILLATION, *settings))[key]
+
+
+def test_distillation_that_is_off_has_no_effect() -> None:
+    result = imported("distillation.enabled=False", f"{D_LOSS}.loss_mode=k1", *DISTILLATION[1:])
+    assert fields(result).get("algorithm.distillation.path") is None and not refused(result)

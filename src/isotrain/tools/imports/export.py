@@ -10,6 +10,7 @@ from typing import Any
 
 from isotrain.recipe.load import parse_recipe, resolved
 from isotrain.recipe.online import ClusterSection, Online, OnlineSection, PpoSection
+from isotrain.recipe.policy_loss import DistillationSection
 from isotrain.recipe.schema import Recipe, SftSection
 from isotrain.tools.imports.convert import from_source
 from isotrain.tools.imports.draft import changes
@@ -89,6 +90,8 @@ def spelled_out(recipe: Recipe) -> dict[str, Any]:
         values |= flatten({"cluster": (recipe.cluster or ClusterSection()).model_dump(mode="json")})
         unused = [] if name == "clip" else ["loss.dual_clip"]
         unused += ["loss.clip_ratio_low", "loss.clip_ratio_high"] if name == "reinforce" else []
+        if algorithm.distillation.path is None:
+            unused += ["distillation.loss", "distillation.coefficient", "distillation.task_rewards"]
         unused += ["kl.coefficient", "kl.estimator"] if algorithm.kl.place == "off" else []
         unused += ["kl.target", "kl.horizon"] if algorithm.kl.controller == "fixed" else []
         for field in unused:
@@ -192,6 +195,34 @@ def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# verl's loss_mode and use_policy_gradient; it has no other divergences.
+DISTILLATION = {
+    "policy-gradient": ("k1", True),
+    "k2": ("k2", False),
+    "k3": ("k3", False),
+    "forward-kl": ("forward_kl_topk_tail", False),
+}
+
+
+def _distillation(section: DistillationSection) -> dict[str, Any]:
+    if section.path is None or section.loss not in DISTILLATION:
+        return {}
+    mode, gradient = DISTILLATION[section.loss]
+    values = {
+        "loss_mode": mode,
+        "use_policy_gradient": gradient,
+        "use_task_rewards": section.task_rewards,
+        "distillation_loss_coef": section.coefficient,
+        **({} if section.top_k is None else {"topk": section.top_k}),
+        **({} if section.clamp is None else {"loss_max_clamp": section.clamp}),
+    }
+    return {
+        "distillation.enabled": True,
+        "distillation.teacher_models.teacher_model.model_path": section.path,
+        **{f"distillation.distillation_loss.{name}": value for name, value in values.items()},
+    }
+
+
 def _losses(algorithm: Online) -> dict[str, Any]:
     loss, kl, correction = algorithm.loss, algorithm.kl, algorithm.rollout_correction
     values: dict[str, Any] = {
@@ -211,6 +242,7 @@ def _losses(algorithm: Online) -> dict[str, Any]:
         values |= {"algorithm.kl_ctrl.kl_coef": kl.coefficient, "algorithm.kl_penalty": kl.estimator}
         values |= {"algorithm.kl_ctrl.type": kl.controller, "algorithm.kl_ctrl.target_kl": kl.target}
         values["algorithm.kl_ctrl.horizon"] = kl.horizon
+    values |= _distillation(algorithm.distillation)
     if correction.level != "off":
         low, high = correction.lower, correction.upper
         masked = correction.mode == "mask"
@@ -230,6 +262,9 @@ def _losses(algorithm: Online) -> dict[str, Any]:
         values["algorithm.rollout_correction.loss_type"] = (
             "reinforce" if loss.name == "reinforce" else "ppo_clip"
         )
+    if algorithm.router_replay != "disabled":
+        values[f"{A}.router_replay.mode"] = algorithm.router_replay
+        values[f"{R}.enable_rollout_routing_replay"] = algorithm.router_replay == "R3"
     if algorithm.dynamic_sampling.max_attempts:
         values["algorithm.filter_groups.enable"] = True
         values["algorithm.filter_groups.metric"] = "seq_reward"

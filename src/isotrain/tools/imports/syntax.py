@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from isotrain.errors import install
 from isotrain.tools.imports import literals
 from isotrain.tools.imports.source import SECRET, ImportSourceError, Unknown
 
@@ -64,7 +65,7 @@ def parser() -> Any:
         from tree_sitter import Language, Parser
     except ModuleNotFoundError:
         raise ImportSourceError(
-            "shell scripts need a parser: pip install 'isotrain[import]'; a resolved configuration "
+            f"shell scripts need a parser: {install('import')}; a resolved configuration "
             "(.hydra/config.yaml) or a log is read without it"
         ) from None
     return Parser(Language(tree_sitter_bash.language()))

@@ -21,10 +21,12 @@ from isotrain.tools.imports.verl_algorithm import (
     batch_size,
     correction,
     dapo,
+    distillation,
     kl,
     loss,
     optimizer,
     reward_manager,
+    router_replay,
 )
 
 CUTS = {"error": "error", "left": "truncate-left", "right": "truncate", "middle": "truncate-middle"}
@@ -55,7 +57,9 @@ def fill(d: Draft) -> None:
     lengths(d)
     algorithm(d)
     loss(d)
+    router_replay(d)
     kl(d)
+    distillation(d)
     correction(d)
     dapo(d)
     rollout(d)
@@ -143,6 +147,11 @@ def unused(d: Draft) -> list[Off]:
         (uncorrected, f"{correction}.rollout_is_threshold", "rollout_is is off"),
         (not d.value(f"{correction}.rollout_rs"), f"{correction}.rollout_rs_threshold", "rollout_rs is off"),
         (not bypass, f"{correction}.loss_type", "bypass_mode is off"),
+        (
+            not d.flag("distillation.enabled"),
+            "distillation.{distillation_loss,teacher_model}",
+            "distillation.enabled is off",
+        ),
         (
             not function,
             "{reward.custom_reward_function,custom_reward_function}.name",

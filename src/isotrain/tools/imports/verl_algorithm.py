@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 from isotrain.recipe.policy_loss import Rejection
@@ -26,6 +27,7 @@ NEAREST = {
 }
 LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+TEACHER = r"distillation\.teacher_model(s\.[^.]+)?\.model_path"
 # What verl called them before it named the divergence.
 EARLIER_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 GROUPED = ("grpo", "rloo", "reinforce++-baseline")
@@ -88,6 +90,18 @@ def critic(d: Draft) -> None:
         policys = key.replace("critic", A, 1)
         if d.given(key) and d.value(key) is not None and d.value(key) != d.value(policys):
             d.refuse(key, f"the critic has the policy's value, {shown(str(d.value(policys)), 30)}")
+
+
+def router_replay(d: Draft) -> None:
+    key = f"{A}.router_replay.mode"
+    mode = d.text(key, "disabled")
+    if mode not in ("disabled", "R2"):
+        d.refuse(key, f"{shown(mode, 20)}: of an engine's routes, those of rollout.engine hf alone are read")
+        mode = "disabled"
+    if mode == "R2" and d.flag(f"{C}.bypass_mode"):
+        d.refuse(key, "R2 takes routes of the pass for old log-probs, which bypass_mode leaves out")
+        mode = "disabled"
+    d.put("algorithm.router_replay", mode, key)
 
 
 def loss(d: Draft) -> None:
@@ -184,6 +198,55 @@ def kl(d: Draft) -> None:
         if controller == "adaptive":
             d.put("algorithm.kl.target", d.number(f"{section}.target_kl", 0.1), f"{section}.target_kl")
             d.put("algorithm.kl.horizon", d.whole(f"{section}.horizon", 10000), f"{section}.horizon")
+
+
+def distillation(d: Draft) -> None:
+    """A teacher's log-probs of what the policy samples."""
+    section = "distillation.distillation_loss"
+    if not d.flag("distillation.enabled"):
+        return
+    teachers = [key for key in d.source.settings if re.fullmatch(TEACHER, key) and d.value(key) is not None]
+    if len(teachers) != 1:
+        what = "several teachers" if teachers else "no teacher's model_path"
+        d.refuse("distillation.enabled", f"{what}: set algorithm.distillation.path to one model directory")
+        d.used.update(key for key in d.source.settings if key.startswith("distillation."))
+        return
+    d.put("algorithm.distillation.path", d.text(teachers[0]), "distillation.enabled", teachers[0])
+    mode, gradient = d.text(f"{section}.loss_mode", "k3"), d.flag(f"{section}.use_policy_gradient")
+    estimator = KL.get(mode)
+    if gradient and estimator == "k1":
+        name = "policy-gradient"
+    elif not gradient and estimator in ("k2", "k3"):
+        name = estimator
+    elif not gradient and mode in ("forward_kl_topk", "forward_kl_topk_tail"):
+        name = "forward-kl"
+        d.put("algorithm.distillation.top_k", d.whole(f"{section}.topk", 32, 1), f"{section}.topk")
+        if mode == "forward_kl_topk":
+            d.refuse(f"{section}.loss_mode", "isotrain counts all other tokens as one: forward_kl_topk_tail")
+        if d.value(f"{section}.log_prob_min_clamp") is not None:
+            d.refuse(f"{section}.log_prob_min_clamp", "isotrain does not clamp log-probs of tokens")
+    else:
+        name = "policy-gradient"
+        how = "with" if gradient else "without"
+        d.refuse(
+            f"{section}.loss_mode",
+            f"{shown(mode, 30)} {how} use_policy_gradient is not in isotrain; {name} is written",
+        )
+    d.put("algorithm.distillation.loss", name, f"{section}.loss_mode", f"{section}.use_policy_gradient")
+    d.used.update((f"{section}.topk", f"{section}.log_prob_min_clamp"))
+    if (clamp := d.number(f"{section}.loss_max_clamp")) is not None:
+        d.put("algorithm.distillation.clamp", clamp, f"{section}.loss_max_clamp")
+    rewards = d.flag(f"{section}.use_task_rewards")
+    d.put("algorithm.distillation.task_rewards", rewards, f"{section}.use_task_rewards")
+    coefficient = d.number(f"{section}.distillation_loss_coef", 1.0) if rewards else 1.0
+    d.put("algorithm.distillation.coefficient", coefficient, f"{section}.distillation_loss_coef")
+    for key, policys in (
+        ("policy_loss_mode", "policy_loss.loss_mode"),
+        *((name, name) for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
+    ):
+        if d.given(f"{section}.{key}") and d.value(f"{section}.{key}") != d.value(f"{A}.{policys}"):
+            d.refuse(f"{section}.{key}", "the distillation loss has the policy loss's value")
+        d.used.add(f"{section}.{key}")
 
 
 def correction(d: Draft) -> None:
