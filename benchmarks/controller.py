@@ -50,13 +50,13 @@ from isotrain.recipe.online import ClusterSection, GrpoSection
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN
 from isotrain.trainers.online.build_rank import advantage_settings
+from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, StepPlan, plan_step
 from isotrain.trainers.online.metrics import step_metrics
 from isotrain.trainers.online.prompt_queue import Draws
 from isotrain.trainers.online.reward_worker import ScoredGroup
 from isotrain.trainers.online.rollouts import Batch, Collector, RolloutProgress, Seconds, _informative
-from isotrain.trainers.online.weight_sync import Engines
 from isotrain.weights.check import Tolerance
 
 ENGINES, SCORERS = 4, 2

@@ -5,7 +5,8 @@ waits for a result of it:
 
 - `weights`: one weight update of a mixture of experts from one process to another, by both ways that devices
   have. Kernels and waits of each side, for each tensor and each GB; bytes that pass through host memory. What
-  an engine does with the tensors is not part of it.
+  an engine does with the tensors is not part of it, but its copies of them to the device are. Also what an
+  asynchronous run does: `second_buffer` today, `file` before.
 - `training`: one update of the tiny model, with and without fused operators. Kernels and waits of one further
   layer, as the difference between four layers and two. A fused operator counts as one kernel forward and one
   backward, whatever the simulation computes it from.
@@ -28,14 +29,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import bench
-from weight_streams import announce, open_sender
+from weight_streams import open_sender
 
 # A copy into the bucket, and what belongs to the bucket.
 GOAL = 2.0
+HOST_SHARE = 0.01
+DEVICE_ROUTES = ("broadcast", "ipc", "second_buffer")
 TIMEOUT = 300.0
 RESPONSES, VOCABULARY = 64, 4096
 LENGTHS = (37, 64, 27)
@@ -145,25 +149,45 @@ def receive(device: str) -> None:
     """The engine's process: takes tensor after tensor and keeps none."""
     import torch
 
-    from isotrain.weights.transport import open_incoming
+    from isotrain.weights.second_buffer import SecondBuffer
     from isotrain.weights.update import WeightUpdate
 
     torch.zeros(1, device=device)
-    update, before = WeightUpdate.from_json(json.loads(sys.stdin.readline())), counts()
-    with open_incoming(update, "engine", TIMEOUT, torch.device(device)) as contents:
-        for _ in contents.tensors:
-            pass
+    before, buffer = counts(), SecondBuffer()
+    for line in sys.stdin:
+        update = WeightUpdate.from_json(json.loads(line))
+        if update.bytes and not update.digest:
+            buffer.begin(update, "engine", TIMEOUT, torch.device(device))
+            continue
+        with buffer.open(update, "engine", TIMEOUT, torch.device(device)) as contents:
+            for _, tensor in contents.tensors:
+                tensor.to(device)
+        break
     print(json.dumps(since(before)))
 
 
-def weight_update(transport: str, bucket: int, layers: int, experts: int) -> dict[str, Any]:
+def tell(child: subprocess.Popen[str], update: Any) -> None:
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(asdict(update)) + "\n")
+    child.stdin.flush()
+
+
+def weight_update(route: str, bucket: int, layers: int, experts: int) -> dict[str, Any]:
     held = list(weights(layers, experts))
     size = sum(tensor.nbytes for _, tensor in held)
+    transport = "broadcast" if route == "second_buffer" else route
     sender, child = open_sender(transport, bucket, __file__, TIMEOUT)
     assert child.stdout is not None
-    announce(sender, child, TIMEOUT)
     before = counts()
-    sender.send(held, 1)
+    if route != "file":
+        announced = sender.announce(1, size if route == "second_buffer" else 0, TIMEOUT)
+        tell(child, announced)
+    sent = sender.send(held, 1)
+    if route == "file":
+        tell(child, sent)
+    elif route == "second_buffer":
+        told = {"tensors": sent.tensors, "bytes": sent.bytes, "digest": sent.digest}
+        tell(child, replace(announced, **told))
     sides = {"sender": since(before), "receiver": json.loads(child.stdout.readline())}
     child.wait(timeout=60)
     both = {name: sum(side[name] for side in sides.values()) for name in before}
@@ -176,6 +200,7 @@ def weight_update(transport: str, bucket: int, layers: int, experts: int) -> dic
         "kernels_per_gb": both["kernels"] / size * 1e9,
         "waits": both["waits"],
         "host_bytes_per_gb": both["host_bytes"] / size * 1e9,
+        "host_share": both["host_bytes"] / size,
     }
 
 
@@ -277,13 +302,13 @@ def main() -> None:
                 name="dispatch_budget", **(sampling() if part == "sampling" else training(options.dtype))
             )
             return
-        sent = {name: weight_update(name, *sizes) for name in ("broadcast", "ipc")}
-        worst = max(figures["kernels_per_tensor"] for figures in sent.values())
+        sent = {name: weight_update(name, *sizes) for name in (*DEVICE_ROUTES, "file")}
+        worst = max(sent[name]["kernels_per_tensor"] for name in DEVICE_ROUTES)
         bench.report(
             "dispatch_budget",
             worst,
             goal=GOAL,
-            met=worst <= GOAL,
+            met=worst <= GOAL and max(sent[name]["host_share"] for name in DEVICE_ROUTES) <= HOST_SHARE,
             bucket=options.bucket,
             weights=sent,
             **({} if part else {"training": training(options.dtype), "sampling": sampling()}),

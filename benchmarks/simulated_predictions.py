@@ -25,6 +25,12 @@ from simulated_here import CALLS_A_STEP, TRAJECTORIES, controller_costs
 from simulated_published import ASSUMED, H800, weight_line
 
 from isotrain.cluster.node_proxy import teams
+from isotrain.cluster.placement import Placement, Slot
+from isotrain.device.accelerator import CUDA
+from isotrain.recipe.library import find
+from isotrain.recipe.load import load_recipe
+from isotrain.trainers.online import worker_groups
+from isotrain.trainers.online.weight_sync import possible_routes
 
 N, A_MACHINE, SLICE = 16, 8, 1024
 LENGTHS = Lognormal(7000, 0.8, 32768, by_prompt=0.5)
@@ -34,12 +40,18 @@ LINK_GB, MICRO_BATCH, PASSES = 50.0, 16384, 3
 """Gigabytes a second between machines for one device; tokens; weights are gathered twice, gradients once."""
 SYNC_GROWTH = 0.12
 """Of a weight sync for 16 times the receivers: checkpoint-engine from 16 to 256 devices."""
+FILE_GB = 0.86
+"""Gigabytes a second of each side where weights go through files: an estimate by reading the code, for 141 GB
+over two machines. Nobody has measured it on such machines."""
 SLOW_SYNC_GB = 61.0 / 11.0
 """Gigabytes a second of the slowest published sync, on 910C."""
 # 466 interruptions in 54 days on 16,384 devices (Llama 3).
 FAILURES = Failures(hours_between=54 * 24 * 16384 / 466, restart_seconds=600.0, engine_seconds=300.0)
 SAVE_EVERY, STATE_BYTES, STORAGE_GB, HOST_GB = 600.0, 12, 100.0, 20.0
 """Seconds; bytes of a parameter with optimizer state; gigabytes a second to storage, and from a device."""
+
+
+STALENESS = {"colocated": 0, "staleness 1": 1, "in flight": 2}
 
 
 @dataclass(frozen=True)
@@ -88,11 +100,44 @@ def update_of(case: Case, device: Device, ranks: int) -> Update:
     )
 
 
-def sync_seconds(case: Case, engines: int) -> float:
-    """From device to device. Runs with staleness go through files today, for which there is no rate:
-    docs/scale.md says so above the tables."""
+def route_of(mode: str) -> str:
+    """The way that weights take in this mode, as the code of online runs chooses it.
+
+    Devices and network are taken to allow it: a run that finds otherwise falls back to files.
+    """
+    staleness, in_flight = STALENESS[mode], mode == "in flight"
+    together = mode == "colocated"
+    overrides = [
+        *(
+            "device.type=cuda",
+            f"device.ranks={A_MACHINE}",
+            "rollout.engine=vllm",
+            "rollout.tensor_parallel=4",
+        ),
+        *(f"cluster.placement={'colocated' if together else 'separate'}", f"rollout.staleness={staleness}"),
+        *(f"rollout.in_flight={str(in_flight).lower()}", "cluster.address=local"),
+    ]
+    recipe = load_recipe(find("tiny-grpo"), overrides)
+    anything: Any = None
+    numbers = [str(number) for number in range(A_MACHINE)]
+    ranks = tuple(Slot(anything, 0, "a", "a", (number,)) for number in numbers)
+    at = "a" if together else "b"
+    engines = tuple(Slot(anything, 0, at, at, tuple(numbers[i : i + 4])) for i in (0, 4))
+    by_device = worker_groups._goes_by_device(recipe, CUDA)
+    best, *_ = possible_routes(Placement(ranks, engines), 4, together=by_device)
+    return best.transport
+
+
+def sync_of(case: Case, engines: int, mode: str) -> Sync:
+    """Ranks wait while weights are sent. Engines that keep generating meanwhile load them afterwards."""
+    gigabytes = case.model.gigabytes
+    if route_of(mode) == "file":
+        return Sync(publish=gigabytes / FILE_GB, load=gigabytes / FILE_GB)
     growth = 1.0 + SYNC_GROWTH * max(0.0, math.log(engines * case.tensor_parallel / 16, 16))
-    return weight_line().seconds(case.model.gigabytes) * growth
+    sending = weight_line().seconds(gigabytes) * growth
+    # From a second buffer: each device reads its part of the weights, and writes it.
+    copied = gigabytes / case.tensor_parallel / (1e3 * H800.terabytes_per_second * ASSUMED.bandwidth)
+    return Sync(publish=sending, load=2 * copied if STALENESS[mode] else 0.0)
 
 
 def build(case: Case, devices: int, prompts: int, mode: str, slices: int = 1) -> Run:
@@ -102,21 +147,19 @@ def build(case: Case, devices: int, prompts: int, mode: str, slices: int = 1) ->
     engines = (devices if mode == "colocated" else devices - ranks) // case.tensor_parallel
     decode = decode_of(case.model, H800, case.tensor_parallel, ASSUMED)
     at_once = sequences_at_once(case.model, H800, case.tensor_parallel, MEAN_LENGTH, ASSUMED)
-    sync = sync_seconds(case, engines)
     run = Run(
         prompts=prompts // slices,
         n=N,
         lengths=LENGTHS,
         engines=Engines(engines // slices, decode, at_once),
         update=update_of(case, H800, ranks // slices),
-        sync=Sync(publish=sync),
+        sync=sync_of(case, engines, mode),
         controller=controller_of(ranks, prompts * N, slices),
         prompt_tokens=200,
     )
     if mode == "colocated":
         return swap(run, placement="colocated", switch=5.0)
-    run = swap(run, sync__load=sync, staleness=1 if mode == "staleness 1" else 2)
-    return swap(run, in_flight=mode == "in flight")
+    return swap(run, staleness=STALENESS[mode], in_flight=mode == "in flight")
 
 
 def told_of(run: Run, outcome: Outcome) -> dict[str, Any]:
@@ -133,6 +176,16 @@ def told_of(run: Run, outcome: Outcome) -> dict[str, Any]:
 
 
 MODES = {"colocated": 4, "staleness 1": 12, "in flight": 16}
+"""Steps that are simulated."""
+
+
+def routes() -> list[dict[str, Any]]:
+    """For docs/scale.md, which may not say more than the code does."""
+    rates = {"file": "an estimate by reading the code"}
+    return [
+        {"mode": mode, "weights go by": route, "rate": rates.get(route, "checkpoint-engine's")}
+        for mode, route in ((mode, route_of(mode)) for mode in MODES)
+    ]
 
 
 def predict(case: Case, devices: int, prompts: int, mode: str, slices: int, steps: int) -> dict[str, Any]:
@@ -163,7 +216,7 @@ def central(case: Case, devices: int, prompts: int) -> dict[str, Any]:
         "prompts": prompts,
         "controller_step_s": round(control.a_step, 2),
         "controller_collect_s": round(control.a_group * prompts, 1),
-        "weight_sync_s": round(sync_seconds(case, engines), 1),
+        **{f"weight_sync_s, {mode}": round(sync_of(case, engines, mode).publish, 1) for mode in MODES},
         "weight_sync_slow_s": round(case.model.gigabytes / SLOW_SYNC_GB, 1),
         "checkpoint_write_s": round(state_gb / STORAGE_GB, 1),
         "failures_an_hour": round(FAILURES.an_hour(devices), 3),

@@ -20,7 +20,7 @@ import bench
 import simulated_here as here
 import simulated_published as published
 from simulated_figures import FITTED, HELD_OUT, UNFITTED, Figure, table
-from simulated_predictions import DENSE, MIXTURE, MODES, SLICE, central, predict
+from simulated_predictions import DENSE, MIXTURE, MODES, SLICE, central, predict, routes
 
 GOAL = 0.25
 CASES = (
@@ -68,6 +68,7 @@ def tell(figures: Sequence[Figure], predictions: Sequence[dict[str, Any]], centr
         figures=[figure.row() for figure in figures],
         predictions=list(predictions),
         central=list(centrals),
+        routes=routes(),
         label="simulated",
     )
 
@@ -103,7 +104,7 @@ def main() -> None:
         tell(figures, predictions, centrals)
     if options.markdown:
         print(table(figures), file=sys.stderr)
-        for values in (predictions, centrals):
+        for values in (routes(), predictions, centrals):
             if values:
                 print(rows(values), file=sys.stderr)
 

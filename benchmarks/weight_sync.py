@@ -3,7 +3,10 @@
 The model is SmolLM2-135M in bfloat16. In each turn the weights are written to shared memory with their digest
 (`write_update`) and taken by an engine in the same process (`update_weights`: map, verify, load, repack), and
 before and after that they are copied from one buffer to another. `ratio` is the median over the turns of the
-update's time over the mean of both copies. The phases are measured one by one in turns of their own.
+update's time over the mean of both copies. The phases are measured one by one in turns of their own. In the
+same turns the weights go the way of an asynchronous run, with the host in the place of devices: sent through
+sockets into the engine's second buffer (`send`), and loaded from there (`load`), for which alone generation
+stops. `second_buffer` is both of them over the copy.
 
 All of it with one thread and then, in a process of its own, with two: a colocated engine has as many as its
 machine has cores. `ratio` is that of one thread, which is what the goal was set for. A run's
@@ -22,11 +25,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import bench
 
 GOAL = 20.0
+TIMEOUT = 120.0
 
 
 def seconds(act: Callable[[], object]) -> float:
@@ -41,7 +46,8 @@ def measure(turns: int) -> Iterator[dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     from isotrain.rollout.vllm import VllmEngine
-    from isotrain.weights.digest import checksum
+    from isotrain.weights.devices import BroadcastTransport
+    from isotrain.weights.digest import HOST, checksum
     from isotrain.weights.file import host_bytes, open_update, write_update
 
     model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=bench.DTYPE)
@@ -53,6 +59,18 @@ def measure(turns: int) -> Iterator[dict[str, Any]]:
         smollm2(), name="engine", dtype=bench.DTYPE, device_type="cpu", max_length=256, cache_bytes=1 << 28
     )
 
+    sender = BroadcastTransport().open("127.0.0.1", 1, TIMEOUT, HOST)
+
+    def buffered(version: int) -> tuple[float, float]:
+        """Seconds until the second buffer has all, and those of loading it."""
+        started = time.perf_counter()
+        announced = sender.announce(version, size, TIMEOUT)
+        engine.receive(announced)
+        sent = sender.send(weights, version)
+        there = time.perf_counter()
+        engine.update_weights(replace(announced, tensors=sent.tensors, bytes=sent.bytes, digest=sent.digest))
+        return there - started, time.perf_counter() - there
+
     def verify() -> None:
         with open_update(update, "engine"):
             pass
@@ -62,7 +80,8 @@ def measure(turns: int) -> Iterator[dict[str, Any]]:
             checksum(host_bytes(tensor))
 
     ratios, copies = [], []
-    phases: dict[str, list[float]] = {"write": [], "of which digest": [], "verify": [], "take": []}
+    names = ("write", "of which digest", "verify", "take", "send", "load")
+    phases: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(turns + 2):  # the first two fill both files and are left out
         before = seconds(lambda: target.copy_(source))
         started = time.perf_counter()
@@ -71,7 +90,10 @@ def measure(turns: int) -> Iterator[dict[str, Any]]:
         engine.update_weights(update)
         ended = time.perf_counter()
         copy = (before + seconds(lambda: target.copy_(source))) / 2
+        sending, loading = buffered(turn)
         if turn > 1:
+            phases["send"].append(sending)
+            phases["load"].append(loading)
             ratios.append((ended - started) / copy)
             copies.append(copy)
             phases["write"].append(written - started)
@@ -83,6 +105,12 @@ def measure(turns: int) -> Iterator[dict[str, Any]]:
             total = bench.spread([a + b for a, b in zip(phases["write"], phases["take"], strict=True)])
             yield {
                 "ratios": bench.spread(ratios),
+                "second_buffer": bench.spread(
+                    [
+                        (sent + loaded) / copied
+                        for sent, loaded, copied in zip(phases["send"], phases["load"], copies, strict=True)
+                    ]
+                ),
                 "bytes": size,
                 "tensors": len(weights),
                 "copy_s": bench.spread(copies),

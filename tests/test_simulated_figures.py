@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from simulate.lengths import Constant
 from simulate.run import simulate
 from simulate.settings import Decode, Engines, Run, Update
 from simulated_figures import FITTED, HELD_OUT, Figure, fit, swap, table
 from simulated_here import OWN_64, OWN_1024, TRAJECTORIES, controller, controller_costs, work_stealing
-from simulated_predictions import DENSE, MIXTURE, build, central
+from simulated_predictions import DENSE, MIXTURE, MODES, build, central, route_of, routes, sync_of
 from simulated_published import DEEPSEEK_16, KIMI_16, weight_line, weight_sync
 
 
@@ -59,10 +61,25 @@ def test_what_grows_with_devices() -> None:
     few, many = (central(MIXTURE, devices, 1024) for devices in (1024, 10240))
     for name in (
         "controller_step_s",
-        "weight_sync_s",
+        "weight_sync_s, colocated",
         "failures_an_hour",
         "lost_share_ranks",
         "lost_share_all",
     ):
         assert many[name] > few[name], name
     assert many["controller_collect_s"] == few["controller_collect_s"]
+
+
+@pytest.mark.parametrize("page", ["docs/scale.md", "docs/zh/scale.md"])
+def test_the_page_has_the_routes_that_the_code_takes(page: str) -> None:
+    """A rate of another route would promise what no run does: then compute the tables anew."""
+    rows = [f"| {' | '.join(row.values())} |" for row in routes()]
+    assert "\n".join(rows) in (Path(__file__).parents[1] / page).read_text()
+
+
+def test_another_route_has_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_device = {mode: sync_of(MIXTURE, 16, mode) for mode in MODES}
+    assert by_device["in flight"].publish == by_device["colocated"].publish < 10
+    monkeypatch.setattr("isotrain.trainers.online.worker_groups._goes_by_device", lambda *_: False)
+    assert {route_of(mode) for mode in MODES} == {"file"}
+    assert all(sync_of(MIXTURE, 16, mode).publish > 10 * by_device[mode].publish for mode in MODES)

@@ -378,3 +378,16 @@ def test_a_machine_that_is_too_busy_to_start_ray_may_be_less_busy_later(
     with pytest.raises(WorkerLost, match="cannot start a private Ray cluster, at the second try") as raised:
         private._start(tmp_path, {}, 1)
     assert raised.value.may_pass
+
+
+def test_more_ranks_than_devices_start_no_cluster() -> None:
+    """A private one would be started first, and then lack them."""
+    cores = max(len(os.sched_getaffinity(0)), os.cpu_count() or 1)
+    with (
+        pytest.raises(
+            ClusterError, match=rf"device\.ranks: {cores + 1} ranks need {cores + 1} CPU, but this machine"
+        ),
+        join_cluster(ClusterSection(address="local"), Cpu(), ranks=cores + 1),
+    ):
+        raise AssertionError("a cluster was started")
+    assert not ray.is_initialized()

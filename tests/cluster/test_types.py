@@ -9,7 +9,7 @@ from mypy import api
 
 GOOD = """
 from isotrain.cluster.workers import WorkerGroup
-from isotrain.trainers.online.weight_sync import Engines
+from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.messages import RankPlan
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollout_worker import RolloutWorker

@@ -62,6 +62,17 @@ def check_sent(found: dict[str, Any]) -> None:
     assert found["after_half"] < 1e-4  # the next update makes it usable again
 
 
+def test_weights_wait_in_a_second_buffer(vllm_found: dict[str, Any]) -> None:
+    check_buffered(vllm_found)
+
+
+def check_buffered(found: dict[str, Any]) -> None:
+    at_that_time, before = found["buffered"]["while"]
+    assert at_that_time == before
+    assert found["buffered"]["versions"][0] == found["buffered"]["versions"][1]
+    assert found["buffered"]["difference"] < 1e-4
+
+
 def test_an_abandoned_iterator_leaves_nothing_running(vllm_found: dict[str, Any]) -> None:
     assert vllm_found["left"] == [0, 0]
 
@@ -80,6 +91,7 @@ def test_two_workers(tmp_path: Path) -> None:
         check_bad_update(found, name)
     assert found["responses"]["same_alone"] and found["responses"]["greedy_is_best"]
     check_sent(found)
+    check_buffered(found)
     assert found["processes"] >= 3
     assert found["left"] == [0, 0]
 

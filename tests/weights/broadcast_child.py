@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from isotrain.errors import WeightUpdateError
 from isotrain.weights.devices import CollectiveCarrier, HostCarrier, SharedCarrier
-from isotrain.weights.digest import ROW_BYTES
+from isotrain.weights.digest import ROW_BYTES, Contents
+from isotrain.weights.second_buffer import SecondBuffer
+from isotrain.weights.stream import wait_for_end
 from isotrain.weights.transport import TRANSPORTS
-from isotrain.weights.update import WeightUpdate
+from isotrain.weights.update import StoreSource, WeightUpdate
 
 
 def damage(bucket: torch.Tensor, kind: str) -> None:
@@ -39,12 +43,26 @@ def damaged(receive: Any, kind: str) -> Any:
     return spoilt
 
 
+def opened(
+    update: WeightUpdate, order: dict[str, Any], device: torch.device
+) -> AbstractContextManager[Contents]:
+    source, name, timeout = update.source(), order["name"], order["timeout"]
+    if not order["buffered"]:
+        return TRANSPORTS[source.transport].receive(update, name, timeout, device)
+    buffer = SecondBuffer()
+    buffer.begin(update, name, timeout, device)
+    assert isinstance(source, StoreSource)
+    wait_for_end(source, update.version, timeout)
+    # The controller tells engines what the sender has told it.
+    _, digest = buffer._taking.result(timeout)
+    return buffer.open(replace(update, digest=digest), name, timeout, device)
+
+
 def receive(order: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """One tensor at a time, as an engine that copies each into its model does."""
     sums, types, shapes, devices = {}, {}, {}, set()
     update = WeightUpdate.from_json(order["update"])
-    transport = TRANSPORTS[update.source().transport]
-    with transport.receive(update, order["name"], order["timeout"], device) as contents:
+    with opened(update, order, device) as contents:
         for name, tensor in contents.tensors:
             devices.add(tensor.device.type)
             sums[name] = float(tensor.cpu().double().sum()) if order["sums"] else 0.0

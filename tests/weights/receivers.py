@@ -33,7 +33,12 @@ class Receiver:
         return line.strip() if line == "ready\n" else json.loads(line)
 
     def order(
-        self, update: WeightUpdate, damage: str = "", timeout: float = TIMEOUT, sums: bool = True
+        self,
+        update: WeightUpdate,
+        damage: str = "",
+        timeout: float = TIMEOUT,
+        sums: bool = True,
+        buffered: bool = False,
     ) -> None:
         assert self.process.stdin is not None
         order = {
@@ -42,6 +47,7 @@ class Receiver:
             "damage": damage,
             "timeout": timeout,
             "sums": sums,
+            "buffered": buffered,
         }
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()

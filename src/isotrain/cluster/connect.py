@@ -75,15 +75,16 @@ def join_cluster(
     device: Device,
     *,
     cpus: int | None = None,
+    ranks: int = 0,
     keep_logs: Path | None = None,
     answer_timeout: float = 30.0,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> Iterator[Cluster]:
     """Connect this process to the recipe's cluster until the end of the block, however that comes.
 
-    A private cluster has this machine's devices and as many CPUs as Ray finds, or `cpus`; `keep_logs` is a
-    directory for its workers' output; if Ray dies, it ends this process unless that `is_ending` already. An
-    existing one must answer within `answer_timeout` seconds.
+    A private cluster has this machine's devices and as many CPUs as Ray finds, or `cpus`; one that is too
+    small for `ranks` is not started. `keep_logs` is a directory for its workers' output; if Ray dies, it ends
+    this process unless that `is_ending` already. An existing one must answer within `answer_timeout` seconds.
     """
     if ray.is_initialized():
         raise ClusterError("this process is connected to a Ray cluster already; call ray.shutdown() first")
@@ -100,6 +101,7 @@ def join_cluster(
             stack.enter_context(variables(RAY_AUTH_MODE="token"))
         if address is None:
             choose_device(device.type)  # it must be here: there is no other machine
+            _check_devices(device, ranks)
             resource = device.ray_resource
             counted: dict[str, float] = {} if resource == "CPU" else {resource: device.count()}
             logs = stack.enter_context(private_cluster(counted, cpus, keep_logs, is_ending))
@@ -128,6 +130,16 @@ def find_cluster(address: str, answer_timeout: float) -> str | None:
             "`local` or `auto`, and run isotrain on a machine of the cluster (ray:// clients do not work)"
         )
     return address
+
+
+def _check_devices(device: Device, ranks: int) -> None:
+    """Before Ray starts, which takes a while. Ray may count cores that this process may not use."""
+    counts = {device.count(), os.cpu_count() or 1} if device.ray_resource == "CPU" else {device.count()}
+    if ranks > max(counts):
+        raise ClusterError(
+            f"device.ranks: {ranks} ranks need {ranks} {device.ray_resource}, but this machine has "
+            f"{max(counts)}; lower device.ranks, or set cluster.address to a larger cluster"
+        )
 
 
 def own_cluster(file: Path) -> str | None:

@@ -61,6 +61,13 @@ class Replaceable(Generic[W]):
         with self._places[index]:
             return WorkerTask(index, self.deaths[index], self.group.submit_to(index, method, *args, **kwargs))
 
+    def submit_beside(
+        self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs
+    ) -> WorkerTask[WorkerCall[Result]]:
+        with self._places[index]:
+            call = self.group.submit_beside(index, method, *args, **kwargs)
+            return WorkerTask(index, self.deaths[index], call)
+
     def stream(
         self, index: int, method: Method[W, P, Iterator[Result]], *args: P.args, **kwargs: P.kwargs
     ) -> WorkerTask[Stream[Result]]:

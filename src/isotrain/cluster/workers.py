@@ -7,8 +7,9 @@ results with it, and editors find it. W: class of the workers of a group.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -29,6 +30,9 @@ P = ParamSpec("P")
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 Method = Callable[Concatenate[W, P], Result]
+
+# Ray's name for the calls of a worker that do not wait for the others.
+_BESIDE = "beside"
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,13 @@ class WorkerGroup(Generic[W]):
         *,
         spmd: bool = False,
         concurrency: int = 1,
+        beside: bool = False,
         start_timeout: float = 600.0,
         closing: float = 5.0,
         watch: Watch | None = None,
     ) -> None:
-        """`name` is for people, as in "training rank" 3; a worker runs `concurrency` calls at a time.
+        """`name` is for people, as in "training rank" 3; a worker runs `concurrency` calls at a time, and
+        one of `submit_beside` besides.
 
         At the end of its block those that have a `close` get `closing` seconds for it before they are ended.
         Groups of one `watch` notice, whomever they wait for, when a member of an SPMD group among them ends.
@@ -77,8 +83,13 @@ class WorkerGroup(Generic[W]):
         self._name, self._worker, self._members = name, worker, tuple(members)
         self._spmd, self._concurrency, self._start_timeout = spmd, concurrency, start_timeout
         self._closing = closing
+        # Calls of several threads must reach all members of an SPMD group in one order.
+        self._alone = threading.RLock()
         # Its name is what `ps` and `ray list actors` show.
-        self._actor: Any = ray.remote(type(worker.__name__, (WorkerHost,), {}))
+        remote: Any = ray.remote
+        self._actor: Any = (remote(concurrency_groups={_BESIDE: 1}) if beside else remote)(
+            type(worker.__name__, (WorkerHost,), {})
+        )
         self._hosts: list[Any] = [None] * len(members)
         self._where: list[Location | None] = [None] * len(members)
         self._closed = ""
@@ -139,6 +150,13 @@ class WorkerGroup(Generic[W]):
         name = method.__name__
         return WorkerCall(index, name, self._host(index).run.remote(name, *args, **kwargs))
 
+    def submit_beside(
+        self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs
+    ) -> WorkerCall[Result]:
+        """Start a method on one worker, beside what it is doing, in a group that has room for that."""
+        name, remote = method.__name__, self._host(index).run.options(concurrency_group=_BESIDE)
+        return WorkerCall(index, name, remote.remote(name, *args, **kwargs))
+
     def call(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
         """Run a method on every worker and wait; results by worker."""
         return self.within(None).call(method, *args, **kwargs)
@@ -154,6 +172,10 @@ class WorkerGroup(Generic[W]):
     def within(self, timeout: float | None) -> TimedCalls[W]:
         """For calls that must end in time: `group.within(60).call(Worker.method)`."""
         return TimedCalls(self, timeout)
+
+    def in_turn(self) -> AbstractContextManager[object]:
+        """For several calls to an SPMD group, between which no other thread may call it."""
+        return self._alone if self._spmd else nullcontext()
 
     def peer(self, index: int) -> WorkerPeer[W]:
         """One worker, for others to call; a restart makes another one of it."""
@@ -409,19 +431,22 @@ class TimedCalls(Generic[W]):
     timeout: float | None
 
     def call(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
-        if self.group.proxies is not None:
-            return self.group.through_proxies(method.__name__, [args] * len(self.group), kwargs, self.timeout)
-        return self.group.results(self.group.submit(method, *args, **kwargs), self.timeout)
+        with self.group.in_turn():
+            if self.group.proxies is not None:
+                every = [args] * len(self.group)
+                return self.group.through_proxies(method.__name__, every, kwargs, self.timeout)
+            return self.group.results(self.group.submit(method, *args, **kwargs), self.timeout)
 
     def call_each(self, method: Callable[[W, Argument], Result], args: Sequence[Argument]) -> list[Result]:
-        if self.group.proxies is not None:
-            return self.group.through_proxies(
-                method.__name__, [(argument,) for argument in args], {}, self.timeout
-            )
-        return self.group.results(self.group.submit_each(method, args), self.timeout)
+        with self.group.in_turn():
+            if self.group.proxies is not None:
+                each = [(argument,) for argument in args]
+                return self.group.through_proxies(method.__name__, each, {}, self.timeout)
+            return self.group.results(self.group.submit_each(method, args), self.timeout)
 
     def call_on(self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-        return self.group.results([self.group.submit_to(index, method, *args, **kwargs)], self.timeout)[0]
+        with self.group.in_turn():
+            return self.group.results([self.group.submit_to(index, method, *args, **kwargs)], self.timeout)[0]
 
 
 @dataclass(frozen=True, eq=False)

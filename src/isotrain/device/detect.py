@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-
 from isotrain.device.accelerator import CUDA
 from isotrain.device.base import Device
 from isotrain.device.cpu import Cpu
 from isotrain.device.npu import NPU
+from isotrain.device.vendors import check_kind
 from isotrain.errors import DeviceError
 
 # In the order in which `auto` prefers them.
@@ -30,8 +29,5 @@ def find_device(name: str) -> Device:
     """The same for a process that may not see the devices which others work with."""
     if name == "auto":
         return next(device for device in DEVICES.values() if device.available())
-    if name not in DEVICES:
-        near = ["cuda"] if name == "gpu" else difflib.get_close_matches(name, DEVICES, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else "use one of: " + ", ".join(["auto", *DEVICES])
-        raise DeviceError(f"device.type: unknown device '{name}'; {hint}")
+    check_kind(name)
     return DEVICES[name]

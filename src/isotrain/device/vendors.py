@@ -10,6 +10,9 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+
+from isotrain.errors import DeviceError, PlanError
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,24 @@ DEVICES = {
     "h100": DataSheet("NVIDIA H100 SXM", 80, 989, 3.35, 450, 50, 8),
     "h200": DataSheet("NVIDIA H200 SXM", 141, 989, 4.8, 450, 50, 8),
 }
+
+
+def device_named(name: str) -> DataSheet:
+    if name not in DEVICES:
+        raise PlanError(f"--device: '{name}' is not known; known are {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+KINDS = ("auto", "cuda", "npu", "cpu")
+
+
+def check_kind(name: str) -> None:
+    """Refuse a `device.type` that is none, wherever the device is."""
+    if name not in KINDS:
+        near = ["cuda"] if name == "gpu" else get_close_matches(name, KINDS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "use one of: " + ", ".join(KINDS)
+        raise DeviceError(f"device.type: unknown device '{name}'; {hint}")
+
 
 # Importing one of them makes torch know a device.
 PACKAGES = ("torch_npu",)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -28,7 +30,14 @@ from isotrain.engine.optimizer import make_optimizer
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.attention import guard_flash, provide
-from isotrain.models.config import attention_shapes, has_window, number_of_experts, text_config
+from isotrain.models.config import (
+    attention_cap,
+    attention_shapes,
+    has_window,
+    layer_kinds,
+    number_of_experts,
+    text_config,
+)
 from isotrain.models.context import CONTEXT, head_ranks
 from isotrain.models.conversion import stored_buffers
 from isotrain.models.experts import RouterBalance, provide_experts, use_grouped, uses_grouped
@@ -45,9 +54,10 @@ from isotrain.models.load import (
     read_config,
 )
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
+from isotrain.models.mixers import KIND, mixers_of
 from isotrain.models.packed import SCORE, SCORE_BIAS, Backbone, PackedModel, ScalarModel
-from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of
-from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
+from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of, source_parts
+from isotrain.recipe.schema import LoraSection, ModelSection, OffloadSection, OptimizerSection
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -56,6 +66,9 @@ if TYPE_CHECKING:
 # Larger chunks sum the head's gradient fewer times. About three such tensors exist at one time.
 LOGIT_BYTES = 256 << 20
 
+
+# Names of what machines wait for, the same on all ranks, which build models in the same order.
+_loaded = count()
 
 Load = Callable[[Backbone, ModelSection, World, Path], dict[str, nn.Parameter]]
 """From a model on the meta device and its directory to its placed parameters, by Hugging Face name."""
@@ -71,10 +84,30 @@ def from_disk(
         for name in {SCORE, SCORE_BIAS} & set(loaded):
             with torch.no_grad():
                 shard_of(loaded.pop(name)).local.zero_()
-    load_weights(packed.pretrained, {**loaded, **stored_buffers(packed.pretrained)}, files)
+    tensors = {**loaded, **stored_buffers(packed.pretrained)}
+    _read_once(packed.pretrained, tensors, files, world)
+    load_weights(packed.pretrained, tensors, files)
     if model.perturbation:
         perturb(loaded.items(), model.perturbation)
     return named
+
+
+def _read_once(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], files: WeightFiles, world: World
+) -> None:
+    """One rank of each machine reads for all of them, the others from what the system has cached of it."""
+    if world.local_size < 2:
+        return
+
+    def work() -> bool:
+        if world.local_rank == 0:
+            first = world.rank - world.local_rank
+            ranks = range(first, first + world.local_size)
+            with suppress(OSError, ModelError):  # loading says the same, on the ranks that need that part
+                files.read_ahead(source_parts(model, tensors, files, ranks))
+        return True
+
+    world.machine_first(f"weights-{next(_loaded)}", work)
 
 
 def build_engine(
@@ -138,6 +171,13 @@ def build_reference(
     """The policy as it was before training, frozen."""
     directory = model_directory(model.path)
     return _frozen(_causal_model(directory, model, device, world), model, world, directory, load)
+
+
+def build_alone(model: ModelSection, *, device: Device) -> InferenceModel:
+    """The policy as ranks compute it, frozen, in a process that has no other ranks."""
+    no_mesh = cast(DeviceMesh, None)  # nothing is split
+    world = World(0, 1, 0, device.activate(0), no_mesh)
+    return build_reference(model.model_copy(update={"offload": OffloadSection()}), device=device, world=world)
 
 
 def build_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> InferenceModel:
@@ -238,8 +278,10 @@ def choose_attention(directory: Path, model: ModelSection, device: Device, conte
             f"model.attention: '{model.attention}' cannot be split over ranks (device.mesh.context is "
             f"{context}); use auto or sdpa"
         )
-    has_windows = has_window(read_config(directory))
-    if fused_operators(model, device) is not None and not has_windows:
+    config = read_config(directory)
+    has_windows, has_cap = has_window(config), attention_cap(config) is not None
+    is_hybrid = KIND in layer_kinds(config)
+    if fused_operators(model, device) is not None and not has_windows and not has_cap:
         if model.attention == "auto":
             return "fused"
         # Padding is for unusual models: fused attention there must be chosen explicitly.
@@ -248,8 +290,8 @@ def choose_attention(directory: Path, model: ModelSection, device: Device, conte
     # The flash kernels have no float32, and on some devices transformers' do not pass a window on.
     windowed = has_windows and not device.flash_window
     if model.attention == "auto":
-        flash = device.flash_attention and model.dtype != "float32" and not windowed and context == 1
-        return "flash" if flash else "sdpa"
+        flash = device.flash_attention and model.dtype != "float32" and not windowed and not has_cap
+        return "flash" if flash and not is_hybrid and context == 1 else "sdpa"
     if model.attention == "flash" and not device.flash_attention:
         raise ModelError(f"model.attention: '{device.type}' has no flash attention here; use auto or sdpa")
     if model.attention == "flash" and windowed:
@@ -307,6 +349,11 @@ def place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.P
 def split_context(packed: Backbone, world: World) -> None:
     """Have the ranks of a context group compute each micro-batch together."""
     config, mesh = packed.pretrained.config, world.shape
+    if mixers_of(packed.pretrained):
+        raise ModelError(
+            f"device.mesh.context: recurrent layers of model type '{config.model_type}' need all tokens of a "
+            "sample on one rank; set it to 1"
+        )
     shapes = {(shape.query_heads, shape.key_heads) for shape in attention_shapes(config)}
     if len(shapes) > 1:
         raise ModelError(

@@ -34,6 +34,8 @@ class InferenceModel:
         """Host copies while the model is offloaded, by `id` of the tensor whose memory they are."""
         self.host_copies: dict[int, torch.UntypedStorage] = {}
         """Buffers in host memory that `offload` uses again."""
+        self.before_reuse: Callable[[], object] = lambda: None
+        """Called before they change: a checkpoint may still be written from them."""
 
     def forward(self, batch: PackedBatch, objective: Callable[[Any], Result]) -> Result:
         """The objective applied to the model's head (`TokenHead` or `ScalarHead`) over one micro-batch."""
@@ -49,6 +51,7 @@ class InferenceModel:
             on_device.continues,
             # By name: traces of a run are digests of the others, and this repeats one of them.
             predict_on_host_N=on_device.predict_on_host_N,
+            **({} if on_device.routes is None else {"routes": on_device.routes}),
         )
         return result
 

@@ -30,6 +30,7 @@ def offload(engine: InferenceModel, *, keep_weights: bool = False) -> None:
         key: storage for key, storage in _storages(engine).items() if key not in moved and key not in weights
     }
     frozen = _frozen(engine)
+    engine.before_reuse()
     for key, storage in storages.items():
         moved[key] = _host_copy(engine, key, storage, is_current=key in frozen)
     accelerator = torch.get_device_module(engine.world.device)
@@ -88,7 +89,8 @@ def has_weights(engine: InferenceModel) -> bool:
 def held_shard(engine: InferenceModel, tensor: torch.Tensor) -> Shard:
     """This rank's part of a weight or of the optimizer's state, wherever it is now.
 
-    The host copy of an offloaded one is never written to: who keeps it keeps these numbers.
+    The host copy of an offloaded one keeps these numbers until the `offload` after the next `onload`, which
+    calls `engine.before_reuse` first: a second set of copies would take the host as much memory again.
     """
     shard = shard_of(tensor.detach())
     if engine.on_host is None:
@@ -96,7 +98,6 @@ def held_shard(engine: InferenceModel, tensor: torch.Tensor) -> Shard:
     if id(tensor) not in engine.on_host:
         # What is always on the host changes with the next update.
         return replace(shard, local=shard.local.clone()) if shard.local.device.type == "cpu" else shard
-    engine.host_copies.pop(id(tensor), None)  # the next `offload` takes another buffer
     part, copy = shard.local, torch.empty(0, dtype=shard.local.dtype)
     copy.set_(engine.on_host[id(tensor)], part.storage_offset(), part.shape, part.stride())
     return Shard(copy, shard.shape, shard.offset)

@@ -110,6 +110,8 @@ class World:
     mesh: DeviceMesh
     """Its dimension `shard` splits the weights; `replicate`, where there is one, counts copies of them."""
     shape: MeshSection = field(default=SHARDED, kw_only=True)
+    local_size: int = field(default=1, kw_only=True)
+    """Ranks of this machine, which follow each other."""
     _context_groups: dict[int, ContextGroup] = field(default_factory=dict, repr=False, kw_only=True)
 
     @property
@@ -299,6 +301,7 @@ def join_world(device: Device, store: str | None = None, shape: MeshSection = SH
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     store = store or os.environ.get(STORE_VARIABLE)
     place: dict[str, Any] = {}
     if store is not None:
@@ -312,7 +315,8 @@ def join_world(device: Device, store: str | None = None, shape: MeshSection = SH
     torch_device = device.activate(local_rank)
     dist.init_process_group(device.collectives, timeout=COLLECTIVE_TIMEOUT, **place)
     try:
-        yield World(rank, size, local_rank, torch_device, form_mesh(device, size, shape), shape=shape)
+        mesh = form_mesh(device, size, shape)
+        yield World(rank, size, local_rank, torch_device, mesh, shape=shape, local_size=local_size)
     finally:
         dist.destroy_process_group()
         if store in _opened:

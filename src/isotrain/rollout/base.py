@@ -51,6 +51,7 @@ def trajectory_of(
     logp_N: npt.NDArray[np.float32],
     version: int | npt.NDArray[np.int32],
     finished: bool,
+    routes_TLK: npt.NDArray[np.int16] | None = None,
 ) -> Trajectory:
     """The trajectory of a response in one piece: all of its tokens are the model's.
 
@@ -72,6 +73,7 @@ def trajectory_of(
         logp_N=logp_N,
         version_N=np.full(len(response_N), version, dtype=np.int32),
         finished=finished,
+        routes_TLK=routes_TLK,
     )
 
 
@@ -147,6 +149,12 @@ class RolloutEngine(Protocol):
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Take new weights; raises `WeightUpdateError` where they are not those that `update` describes."""
+
+    def receive(self, update: WeightUpdate) -> None:
+        """Begin to take what is sent into a second buffer, beside generation; between two tokens, as `more`.
+
+        `update_weights` of the same update then loads it from there.
+        """
 
     def rehearse(self, update: WeightUpdate, timeout: float) -> None:
         """Receive what is sent, as for an update, and drop it; raises in time what an update would raise."""

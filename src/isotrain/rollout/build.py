@@ -14,6 +14,7 @@ from isotrain.errors import RolloutError
 from isotrain.models.config import Positions, positions
 from isotrain.models.load import model_directory, read_config
 from isotrain.recipe.online import RolloutSection
+from isotrain.recipe.schema import ModelSection
 from isotrain.rollout.base import RolloutEngine
 
 
@@ -34,6 +35,12 @@ class EngineArguments:
     repeatable: bool = True
     """Responses must be the same from run to run."""
     head_float32: bool = False
+    routes: bool = False
+    """Trajectories have the experts of each token."""
+    trained: ModelSection | None = None
+    """How the ranks compute the model, for an engine that does the same."""
+    token_budget: int = 16384
+    """Tokens of the ranks' micro-batches."""
 
     @property
     def seeded(self) -> bool:
@@ -83,6 +90,9 @@ def build_rollout(
     name: str,
     repeatable: bool = True,
     head_float32: bool = False,
+    routes: bool = False,
+    trained: ModelSection | None = None,
+    token_budget: int = 16384,
 ) -> RolloutEngine:
     directory = model_directory(model_path)
     longest = max_prompt + rollout.max_tokens
@@ -94,7 +104,19 @@ def build_rollout(
         )
     return ENGINES[rollout.engine](
         EngineArguments(
-            rollout, directory, dtype, device, longest, usable, seed, name, repeatable, head_float32
+            rollout,
+            directory,
+            dtype,
+            device,
+            longest,
+            usable,
+            seed,
+            name,
+            repeatable,
+            head_float32,
+            routes,
+            trained,
+            token_budget,
         )
     )
 
@@ -131,12 +153,21 @@ def _sglang(plan: EngineArguments) -> RolloutEngine:
 def _hf(plan: EngineArguments) -> RolloutEngine:
     from isotrain.rollout.hf import HfEngine
 
+    exact = None
+    if plan.rollout.exact:
+        from isotrain.engine.build import build_alone
+
+        assert plan.trained is not None, "how the ranks compute the model"
+        exact = build_alone(plan.trained, device=plan.device)
     return HfEngine(
         plan.directory,
         name=plan.name,
         dtype=plan.dtype,
         head_float32=plan.head_float32,
         device=plan.device.activate(0),
+        routes=plan.routes,
+        exact=exact,
+        token_budget=plan.token_budget,
         update_timeout=plan.rollout.update_timeout,
     )
 

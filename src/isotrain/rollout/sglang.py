@@ -175,8 +175,11 @@ class SglangEngine:
             self._send(update)
         self.version, self._unusable = update.version, ""
 
-    def rehearse(self, update: WeightUpdate, timeout: float) -> None:
+    def receive(self, update: WeightUpdate) -> None:
         raise WeightUpdateError(f"{self.name}: SGLang takes weights from files only")
+
+    def rehearse(self, update: WeightUpdate, timeout: float) -> None:
+        self.receive(update)
 
     def sleep(self) -> None:
         self._check_idle()

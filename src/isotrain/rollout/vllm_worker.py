@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -26,7 +27,8 @@ from vllm.platforms import current_platform
 
 from isotrain.errors import WeightUpdateError
 from isotrain.weights.digest import Contents
-from isotrain.weights.transport import check_written, erase, open_incoming, rehearse_incoming, unwritten
+from isotrain.weights.second_buffer import Peers, SecondBuffer
+from isotrain.weights.transport import check_written, erase, rehearse_incoming, unwritten
 from isotrain.weights.update import WeightUpdate
 
 
@@ -73,15 +75,32 @@ class WeightReceiver:
             model, config = self.model_runner.get_model(), self.vllm_config.model_config
             try:
                 announced = WeightUpdate.from_json(update)
-                with open_incoming(announced, engine, timeout, self.device, self.rank) as contents:
+                with self._isotrain_buffer().open(
+                    announced, engine, timeout, self.device, self.rank, _peers()
+                ) as contents:
                     outcome = _take(model, config, announced, contents, engine)
             except Exception as error:
                 outcome = UpdateOutcome(error=_text(error, engine))
         return asdict(outcome)
 
+    def isotrain_receive(self, engine: str, update: dict[str, Any], timeout: float) -> None:
+        """Begin to take an update into the second buffer."""
+        announced = WeightUpdate.from_json(update)
+        self._isotrain_buffer().begin(announced, engine, timeout, self.device, self.rank, _peers())
+
+    def _isotrain_buffer(self) -> SecondBuffer:
+        buffer: SecondBuffer = self.__dict__.setdefault("isotrain_buffer", SecondBuffer())
+        return buffer
+
     def isotrain_rehearse(self, engine: str, update: dict[str, Any], timeout: float) -> str:
         """Returns an error, or nothing."""
-        return rehearse_incoming(WeightUpdate.from_json(update), engine, timeout, self.device, self.rank)
+        announced, workers = WeightUpdate.from_json(update), _peers().size
+        return rehearse_incoming(announced, engine, timeout, self.device, self.rank, workers)
+
+
+def _peers() -> Peers:
+    group = get_tp_group()
+    return Peers(group.rank_in_group, group.world_size, group.broadcast)
 
 
 def _take(

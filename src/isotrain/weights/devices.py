@@ -152,8 +152,8 @@ class CollectiveCarrier(_DeviceCarrier):
         work = self._group.broadcast([bucket], from_sender(deadline, BEYOND_DEADLINE))
         # Waiting for the work itself would only queue the wait on the device, where it has no end.
         while not work.is_completed():
-            if deadline.over():
-                problem = f"a bucket of weights did not arrive within {deadline.seconds:g} s"
+            if ended := deadline.over():
+                problem = f"a bucket of weights did not arrive {ended}"
                 abort(self._group, problem)
                 raise WeightUpdateError(problem)
             time.sleep(0.0005)

@@ -15,6 +15,7 @@ from isotrain.data.items import Sample
 from isotrain.data.packing import pack
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.offload import has_weights, onload
+from isotrain.errors import WeightUpdateError
 from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.models.lora import ADAPTER, base_name, is_adapter
 from isotrain.weights.digest import HOST, Weight
@@ -43,6 +44,8 @@ class SendOrder:
     """Whether the device is the engines' afterwards."""
     written: WeightUpdate | None = None
     """A file to send instead of the model's weights, to relays."""
+    buffered: bool = False
+    """Whether receivers keep the weights in a second buffer, and can do without them if sending fails."""
 
 
 class Sent(NamedTuple):
@@ -53,7 +56,7 @@ class Sent(NamedTuple):
     logps: npt.NDArray[np.float32] | None = None
     """Log-probs of all tokens of the weight check but the first of each prompt, at temperature 1."""
     error: str = ""
-    """The error of a rehearsal, or why it cannot be a sender."""
+    """The error of a rehearsal, why it cannot be a sender, or why buffers did not get all of it."""
 
 
 class WeightSender:
@@ -68,12 +71,14 @@ class WeightSender:
         What is not sent makes room for the engines' weights.
         """
         logps, size = None, 0
-        if order.written is None and order.version != REHEARSAL:
+        if order.version == REHEARSAL and order.buffered:
+            size = self._size()
+        elif order.written is None and order.version != REHEARSAL:
             onload(self._policy)
             logps = self._check_logps(order)
             if order.offloads:
                 self._offload(True)
-            size = sum(p.numel() for p in self._policy.parameters.values()) * self._dtype.itemsize
+            size = self._size()
         if not order.receivers:
             return Sent()
         try:
@@ -93,20 +98,27 @@ class WeightSender:
             return Sent(self._sender(order).send(read_update(order.written), order.version))
         away = self._policy.on_host is not None
         onload(self._policy, weights_only=True)
-        update, stream = None, full_weights(self._policy, self._dtype)
+        update, error, stream = None, "", full_weights(self._policy, self._dtype)
         if order.receivers:
-            update = self._sender(order).send(stream, order.version)
-        else:
-            for _ in stream:  # gathering a sharded weight takes every rank
-                pass
+            try:
+                update = self._sender(order).send(stream, order.version)
+            except WeightUpdateError as failure:
+                if not order.buffered:
+                    raise
+                error = str(failure)
+        for _ in stream:  # gathering a sharded weight takes every rank, whoever else takes it
+            pass
         logps = self._check_logps(order)
         if away or order.offloads:
             self._offload(False)
-        return Sent() if update is None else Sent(update, logps)
+        return Sent(error=error) if update is None else Sent(update, logps)
 
     def close(self) -> None:
         """Stop listening: the transport does not work here."""
         self._senders.clear()
+
+    def _size(self) -> int:
+        return sum(p.numel() for p in self._policy.parameters.values()) * self._dtype.itemsize
 
     def _sender(self, order: SendOrder) -> Sender:
         device = self._policy.world.device if order.written is None else HOST

@@ -42,18 +42,37 @@ c10d: Any = torch.distributed  # its types leave out what is used here
 ALIGNMENT = ROW_BYTES
 
 
+# Seconds to reach a sender that listens.
+REACH = 10.0
+# In the store of an attempt: why nobody needs to wait for it any more; empty after a good end.
+ENDED = "ended"
+# Seconds between two looks at it.
+LOOK = 0.1
+
+
 class Deadline:
     """One end for all the waiting of an update."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, attempt: Any = None) -> None:
+        """`attempt`: the store of the attempt, in which it can be given up."""
+        self.seconds, self.attempt = seconds, attempt
         self._end = time.monotonic() + seconds
+        self._looked = 0.0
 
     def left(self) -> timedelta:
         return timedelta(seconds=max(0.05, self._end - time.monotonic()))
 
-    def over(self) -> bool:
-        return time.monotonic() > self._end
+    def over(self) -> str:
+        """How it has ended, as the end of a sentence; empty before that."""
+        now = time.monotonic()
+        if now > self._end:
+            return f"within {self.seconds:g} s"
+        if self.attempt is None or now < self._looked + LOOK:
+            return ""
+        self._looked = now
+        if not self.attempt.check([ENDED]):
+            return ""
+        return f"before it was given up: {self.attempt.get(ENDED).decode()}"
 
 
 class Control:
@@ -173,11 +192,14 @@ class StreamTransport(ABC):
             raise WeightUpdateError(
                 f"{engine}: weight update {update.version} was announced, {source} has {plan['version']}"
             )
-        store = c10d.PrefixStore(f"attempt/{plan['attempt']}", root)
+        store = deadline.attempt = _attempt(root, plan)
         rank = store.add("joined", 1)
         if rank > plan["receivers"]:
             raise WeightUpdateError(f"{engine}: {source} sends only to {plan['receivers']} receivers")
-        store.wait(["go"], deadline.left())
+        while not store.check(["go"]):
+            if ended := deadline.over():
+                raise RuntimeError(f"the sender did not begin {ended}")
+            time.sleep(0.005)
         control = Control(store, _address_towards(source), rank, plan["receivers"] + 1, deadline)
         device = HOST if plan["device"] == HOST.type else device
         if device.type != plan["device"]:
@@ -248,8 +270,16 @@ class StreamSender:
 
     def send(self, tensors: Iterable[Weight], version: int) -> WeightUpdate:
         """Send to all receivers, which are told of the announcement meanwhile, and hear that they have it."""
-        deadline = Deadline(self.timeout)
         store = c10d.PrefixStore(f"attempt/{self._attempts}", self._store)
+        try:
+            sent = self._send(tensors, version, store, Deadline(self.timeout, store))
+        except BaseException as error:
+            store.set(ENDED, repr(error))
+            raise
+        store.set(ENDED, "")
+        return sent
+
+    def _send(self, tensors: Iterable[Weight], version: int, store: Any, deadline: Deadline) -> WeightUpdate:
         _wait_for_joins(store, self.receivers, deadline, version)
         store.set("go", "1")
         digest = Digest()
@@ -324,12 +354,48 @@ def _entry(name: str, dtype: str, shape: list[int], start: int, size: int, *, ro
 
 def _wait_for_joins(store: Any, receivers: int, deadline: Deadline, version: int) -> None:
     while (joined := store.add("joined", 0)) < receivers:
-        if deadline.over():
+        if ended := deadline.over():
             raise WeightUpdateError(
-                f"weight update {version}: {joined} of {receivers} receivers came "
-                f"within {deadline.seconds:g} s"
+                f"weight update {version}: {joined} of {receivers} receivers came {ended}"
             )
         time.sleep(0.005)
+
+
+def _attempt(root: Any, plan: dict[str, Any]) -> Any:
+    return c10d.PrefixStore(f"attempt/{plan['attempt']}", root)
+
+
+def _announced(source: StoreSource, version: int, timeout: float) -> Any:
+    """The store of the attempt to send a version."""
+    root = c10d.TCPStore(
+        source.host, source.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
+    plan = json.loads(root.get("plan"))
+    if plan["version"] != version:
+        raise WeightUpdateError(f"{source} does not send version {version}, but {plan['version']}")
+    return _attempt(root, plan)
+
+
+def wait_for_end(source: StoreSource, version: int, timeout: float) -> None:
+    """Until all receivers have it; raises why they do not, also if somebody has given it up."""
+    try:
+        attempt = _announced(source, version, timeout)
+        attempt.wait([ENDED], timedelta(seconds=timeout))
+        problem = attempt.get(ENDED).decode()
+    except RuntimeError as error:
+        raise WeightUpdateError(
+            f"weight update {version} did not end within {timeout:g} s: {error}"
+        ) from error
+    if problem:
+        raise WeightUpdateError(f"weight update {version} was not sent: {problem}")
+
+
+def give_up(source: StoreSource, version: int, reason: str) -> None:
+    """For one who knows that not all receivers will come: nobody waits for them any longer."""
+    with contextlib.suppress(RuntimeError):  # nobody is there any more
+        attempt = _announced(source, version, REACH)
+        if not attempt.check([ENDED]):
+            attempt.set(ENDED, reason)
 
 
 def _address_towards(source: StoreSource) -> str:

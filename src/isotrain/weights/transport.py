@@ -96,16 +96,34 @@ def open_incoming(
 
 
 def rehearse_incoming(
-    update: WeightUpdate, engine: str, timeout: float, device: torch.device, worker: int = 0
+    update: WeightUpdate,
+    engine: str,
+    timeout: float,
+    device: torch.device,
+    worker: int = 0,
+    workers: int = 1,
 ) -> str:
-    """Receive what is sent and drop it; returns the error, in time also where a driver or network hangs."""
+    """Receive what is sent and drop it; returns the error, in time also where a driver or network hangs.
+
+    `update.bytes` is the size of the second buffer for which the devices of the engine's `workers` must have
+    room together; 0 for none.
+    """
 
     def receive() -> None:
+        if update.bytes:
+            _check_room(-(-update.bytes // workers), device)
         with open_incoming(update, engine, timeout, device, worker) as contents:
             for _ in contents.tensors:
                 pass
 
     return error_within(timeout, receive)
+
+
+def _check_room(size: int, device: torch.device) -> None:
+    try:
+        torch.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise WeightUpdateError(f"no room for a second buffer of {size / 1e9:.3g} GB: {error}") from error
 
 
 def erase(tensors: Iterable[torch.Tensor]) -> None:

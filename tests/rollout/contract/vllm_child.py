@@ -18,10 +18,11 @@ from vllm import LLM
 from isotrain.children import in_background
 from isotrain.rollout.base import Sampling
 from isotrain.rollout.vllm import VllmEngine
-from isotrain.weights.devices import BroadcastTransport
+from isotrain.weights.devices import BroadcastTransport, HostCarrier
 from isotrain.weights.digest import HOST, Contents
 from isotrain.weights.file import write_update
 from isotrain.weights.transport import open_incoming
+from isotrain.weights.update import WeightUpdate
 
 
 class VllmChecks(Checks):
@@ -58,7 +59,7 @@ class VllmChecks(Checks):
         update = write_update(self.tensors(), self.version + 1)
         found = self.results["reports"] = {}
         if self.workers == 1:  # in this process
-            with mock.patch("isotrain.rollout.vllm_worker.open_incoming", other_file):
+            with mock.patch("isotrain.weights.second_buffer.open_incoming", other_file):
                 found["digest"] = self.error(lambda: self.engine.update_weights(update))
         with mock.patch.object(self.engine._llm, "collective_rpc", other_count):
             found["tensors"] = self.error(lambda: self.engine.update_weights(update))
@@ -94,6 +95,38 @@ class VllmChecks(Checks):
         again = self.scored_difference([tokens_T], self.engine.logps([tokens_T]))
         self.results["after_half"] = again
 
+    def buffered(self) -> None:
+        """Weights that come while responses are written, and wait for their end."""
+        self.version, before = self.version + 1, self.version
+        self.perturb()
+        sender = BroadcastTransport().open("127.0.0.1", self.workers, 60.0, HOST)
+        announced = sender.announce(self.version, 0, 60.0)
+
+        def send() -> WeightUpdate:
+            # Many buckets, of which each worker keeps its own.
+            with mock.patch.object(HostCarrier, "bucket_bytes", 1 << 14):
+                return sender.send(self.tensors(), self.version)
+
+        sending = in_background(send)
+        begun: list[str] = []
+
+        def more() -> list[Any]:
+            if not begun:
+                begun.append("receiving")
+                self.engine.receive(announced)
+            return []
+
+        written = list(self.engine.generate(requests(4), Sampling(max_tokens=16), more))
+        sent = sending.result()
+        whole = replace(announced, tensors=sent.tensors, bytes=sent.bytes, digest=sent.digest)
+        self.engine.update_weights(whole)
+        tokens_T = requests(1)[0].prompt_P
+        self.results["buffered"] = {
+            "while": [sorted({int(v) for t in written for v in t.version_N}), [before]],
+            "versions": [self.engine.version, self.version],
+            "difference": self.scored_difference([tokens_T], self.engine.logps([tokens_T])),
+        }
+
     def stale(self) -> None:
         """Each tensor in turn is taken by the loader and not written; then the copy of the tied head."""
         sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -118,4 +151,5 @@ class VllmChecks(Checks):
 if __name__ == "__main__":
     checks = VllmChecks(Path(sys.argv[1]), int(sys.argv[2]))
     inside = [checks.stale] if checks.workers == 1 else []  # in this process
-    checks.run(checks.nothing_left, checks.reports, checks.sent, *inside, checks.other_device)
+    shared = (checks.nothing_left, checks.reports, checks.sent, checks.buffered)
+    checks.run(*shared, *inside, checks.other_device)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from isotrain.device.vendors import DataSheet
+from isotrain.device.vendors import DataSheet, device_named
 from isotrain.errors import PlanError
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.plan import plan as plans
 from isotrain.tools.plan.memory import TrainingMemory
-from isotrain.tools.plan.plan import RecipePlan, alternatives, device_named, make_plan, search
+from isotrain.tools.plan.plan import RecipePlan, alternatives, make_plan, search
 
 GB = 2**30
 A2 = device_named("a2")
@@ -123,6 +123,26 @@ def test_engine_memory_equals_a_sum_by_hand(
     cache = 32 * GB - weights - 3 * GB
     assert engines.cache_gb * GB == pytest.approx(cache)
     assert engines.responses == int(cache // (size * 128 * (256 + 512)))
+
+
+@pytest.mark.parametrize(("gb", "has_room"), [(64, True), (7.5, True), (7, False)])
+def test_the_devices_of_an_engine_that_generates_share_a_second_buffer(
+    tiny: object, monkeypatch: pytest.MonkeyPatch, gb: float, has_room: bool
+) -> None:
+    """8e9 bytes on two devices, beside half of each; engines that wait for ranks need none."""
+    sections: dict[str, Any] = {"cluster": {"placement": "separate"}}
+    engines = planned(f"{tiny}/model", monkeypatch, "bfloat16").engines
+    assert engines is not None and (engines.buffer_gb, engines.has_room) == (0, True)
+    rollout = ONLINE["rollout"] | {"staleness": 1}
+    monkeypatch.setitem(ONLINE, "rollout", rollout)
+    for section, values in sections.items():
+        monkeypatch.setitem(ONLINE, section, values)
+    engines = planned(f"{tiny}/model", monkeypatch, "bfloat16", gb=gb).engines
+    assert engines is not None and engines.buffer_gb * GB == pytest.approx(4e9)
+    assert engines.has_room is has_room
+    monkeypatch.setitem(ONLINE, "rollout", rollout | {"weight_transfer": "file"})
+    engines = planned(f"{tiny}/model", monkeypatch, "bfloat16", gb=gb).engines
+    assert engines is not None and engines.buffer_gb == 0
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])

@@ -16,9 +16,9 @@ from isotrain.cluster.failures import Overdue
 from isotrain.cluster.objects import Handle
 from isotrain.cluster.workers import WorkerCall
 from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.engines import Engines, Weights
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
 from isotrain.trainers.online.rollouts import Collector, Seconds
-from isotrain.trainers.online.weight_sync import Engines, Weights
 from isotrain.weights.check import Tolerance
 
 CHECK_PROMPTS = [np.zeros(4, np.int32)]

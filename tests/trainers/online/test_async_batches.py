@@ -17,8 +17,8 @@ from isotrain.data.loader import Sampler
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN
+from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.rollouts import AsyncBatches, Batch, BatchMaker
-from isotrain.trainers.online.weight_sync import Engines
 
 ROWS, BATCH, N = 10, 4, 2
 

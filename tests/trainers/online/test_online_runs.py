@@ -11,7 +11,9 @@ import pytest
 import torch
 from online_runs import OnlineRun, online_recipe, run_online
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from isotrain.cli.main import app
 from isotrain.data.prepare.tiny_reward import score
 from isotrain.data.record import read_trajectories
 from isotrain.observe.metrics import read_metrics
@@ -74,6 +76,19 @@ def test_the_first_update_is_on_policy(whole: Path) -> None:
         assert row["rollout/staleness/max"] == 0.0
         assert row["reward/failures"] == 0.0
         assert row["critic/advantages/mean"] == pytest.approx(0.0, abs=0.2)
+
+
+def test_an_evaluation_of_a_checkpoint_has_the_score_of_its_validation(whole: Path, work: Path) -> None:
+    """The same prompts, seeds, rewards and means: to the last bit."""
+    rows = read_metrics(whole / "metrics.jsonl")
+    validated = {row["step"]: row.get("val-core/data/reward/mean@1") for row in rows}
+    out = work / "evaluated"
+    arguments = ["evaluate", str(whole), "--steps", "4,5", "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    results = json.loads((out / "step-4" / "results.json").read_text())["results"]["data"]
+    assert results["metrics"]["mean@1"]["mean"] == validated[4] is not None
+    assert (out / "step-5" / "results.json").exists() and (out / "curve.png").exists()
 
 
 @pytest.mark.slow

@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 
 from isotrain.algorithms.kl import FixedKl
-from isotrain.cluster.failures import Overdue
+from isotrain.cluster.failures import Overdue, WorkerDied
 from isotrain.cluster.replaceable import Died, WorkerTask
+from isotrain.cluster.workers import WorkerCall
 from isotrain.errors import WeightUpdateError
+from isotrain.trainers.online.engines import Weights
 from isotrain.trainers.online.loop import OnlineProgress, OnlineTrainer
 from isotrain.trainers.online.rollouts import SyncBatches
-from isotrain.trainers.online.weight_sync import Weights, WeightSync
+from isotrain.trainers.online.weight_sync import WeightSync
+from isotrain.weights.devices import BroadcastTransport
+from isotrain.weights.digest import HOST
 from isotrain.weights.send import SendOrder, Sent
+from isotrain.weights.stream import wait_for_end
 from isotrain.weights.update import REHEARSAL, FileSource, Routes, StoreSource, WeightUpdate
 
 FILES = Routes("file", ((0,),), (1,), ("",))
@@ -47,8 +52,8 @@ class Late:
     def settle(self) -> float:
         return 0.0
 
-    def send(self, weights: Weights) -> None:
-        assert weights.updates == [written("x", 0)]
+    def send(self, weights: Weights, buffered: Any = None, taken: Any = ()) -> None:
+        assert weights.updates == [written("x", 0)] and buffered is None
 
 
 @pytest.mark.parametrize("method", ["send_weights", "wake", None])
@@ -128,13 +133,127 @@ class Rehearsing:
 def test_files_are_taken_where_a_rehearsal_fails(fails: str) -> None:
     group, said = Rehearsing(fails), list[str]()
     weights = sync(IPC, FILES, ranks=group, engines=group)
-    weights.choose(said.append)
+    weights.tell = said.append
+    weights.choose()
     assert weights.together is not bool(fails)
     assert group.closed == len(said) == bool(fails)
     assert all("weights go through host memory" in line and f"({fails}" in line for line in said)
     if fails != "listening":
         (told,) = group.told
         assert [str(told.source(worker)) for worker in range(2)] == ["127.0.0.1:5", "127.0.0.1:6"]
+
+
+BROADCAST = Routes("broadcast", ((0,), (0,)), (2, 0), ("10.0.0.1",) * 2)
+DEATH = WorkerDied("rollout engine 1 died")
+
+
+class Buffering:
+    """Two ranks and two engines with second buffers; engine 1 may die while weights are sent."""
+
+    timeout, check_prompts, deaths = 5.0, [np.zeros(4, np.int32)], (0, 0)
+
+    def __init__(self) -> None:
+        self.sender = BroadcastTransport().open("127.0.0.1", 2, 5.0, HOST)
+        self.error, self.dies, self.late = "", False, False
+        self.replaced: list[int] = []
+        self.told: list[tuple[Weights, Any]] = []
+        self.group = self
+        self.watch = SimpleNamespace(wait=lambda refs, deadline, fetch_local: refs[: not self.late])
+
+    def __len__(self) -> int:
+        return 2
+
+    def within(self, timeout: float) -> Buffering:
+        return self
+
+    def call_each(self, method: Callable[..., Any], args: Sequence[SendOrder]) -> list[Sent]:
+        transports, logps = {order.transport for order in args}, np.zeros(3, np.float32)
+        if method.__name__ == "announce_weights":
+            assert transports == {"broadcast"} and all(order.check_prompts for order in args)
+            return [Sent(self.sender.announce(args[0].version, 8, 5.0), logps), Sent()]
+        if transports == {"file"}:
+            return [Sent(written("x", 0), logps), Sent()]
+        assert all(order.buffered and order.check_prompts is None for order in args)
+        if self.late:
+            wait_for_end(self.sender.sources[0], args[0].version, 5.0)  # the sender hears that it is over
+        if self.dies or self.error:
+            return [Sent(error=self.error or "connection closed"), Sent()]
+        whole = WeightUpdate(args[0].version, self.sender.sources, 7, 8, "digest")
+        return [Sent(whole), Sent()]
+
+    def submit_beside(self, index: int, method: Callable[..., Any], *args: Any) -> WorkerTask[Any]:
+        assert method.__name__ == "receive"
+        return WorkerTask(index, 0, WorkerCall(index, "receive", object()))  # type: ignore[arg-type]
+
+    def results(self, calls: Sequence[WorkerCall[Any]], timeout: float | None = None) -> list[None]:
+        if self.dies and calls[0].index == 1:
+            raise DEATH
+        if self.error:
+            raise WeightUpdateError(f"weight update was not sent: {self.error}")
+        return [None]
+
+    def replace(self, task: WorkerTask[Any], death: WorkerDied) -> None:
+        assert death is DEATH
+        self.replaced.append(task.index)
+
+    def settle(self) -> float:
+        return 0.0
+
+    def send(self, weights: Weights, buffered: Any = None, taken: Sequence[Any] = ()) -> None:
+        assert (buffered is None) == (not taken)
+        self.told.append((weights, buffered))
+
+
+def test_engines_with_second_buffers_are_told_when_all_have_it() -> None:
+    group, said = Buffering(), list[str]()
+    weights = sync(BROADCAST, FILES, ranks=group, engines=group)
+    weights.routes, weights.ahead, weights.tell = BROADCAST, True, said.append
+    weights.send(1, wait=False)
+    ((newest, buffered),) = group.told
+    # Nothing to find again: a successor has the ranks write it.
+    assert newest.version == 1 and newest.updates is None
+    assert [(update.version, update.digest, update.bytes) for update in buffered] == [(1, "digest", 8)] * 2
+    assert not said and weights.route == "broadcast to a second buffer"
+
+
+def test_an_engine_that_dies_meanwhile_is_replaced_and_all_read_files() -> None:
+    group, said = Buffering(), list[str]()
+    weights = sync(BROADCAST, FILES, ranks=group, engines=group)
+    weights.routes, weights.ahead, weights.tell = BROADCAST, True, said.append
+    group.dies = True
+    weights.send(1, wait=False)
+    assert group.replaced == [1] and not said
+    ((newest, buffered),) = group.told
+    assert buffered is None and newest.updates == [written("x", 0)]
+    # Whoever still waits for the dead one has been told.
+    with pytest.raises(WeightUpdateError, match="weight update 1 was not sent: rollout engine 1 died"):
+        wait_for_end(group.sender.sources[0], 1, 5.0)
+    group.dies = False
+    weights.send(2, wait=False)
+    assert group.told[1][1] is not None, "the next update goes by device again"
+
+
+def test_an_engine_that_is_late_is_not_waited_for() -> None:
+    group, said = Buffering(), list[str]()
+    weights = sync(BROADCAST, FILES, ranks=group, engines=group)
+    weights.routes, weights.ahead, weights.tell = BROADCAST, True, said.append
+    group.late = True
+    with pytest.raises(WeightUpdateError, match="weight update 1 was not sent: no end within 15 s"):
+        weights.send(1, wait=False)
+    assert not group.told
+
+
+def test_two_failures_in_a_row_are_enough() -> None:
+    group, said = Buffering(), list[str]()
+    weights = sync(BROADCAST, FILES, ranks=group, engines=group)
+    weights.routes, weights.ahead, weights.tell = BROADCAST, True, said.append
+    for version, error in enumerate(("link down", "", "link down", "link down", ""), start=1):
+        group.error = error
+        weights.send(version, wait=False)
+    assert [buffered is not None for _, buffered in group.told] == [False, True, False, False, False]
+    assert ["and all later ones go through" in line for line in said] == [False, False, True]
+    assert all("link down" in line and "host memory" in line for line in said)
+    assert weights.route == "file"
 
 
 def test_what_engines_are_told_survives_json() -> None:

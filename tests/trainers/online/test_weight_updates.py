@@ -28,8 +28,8 @@ from isotrain.errors import WeightUpdateError
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
+from isotrain.trainers.online.engines import Engines, Weights
 from isotrain.trainers.online.rollout_worker import RolloutWorker
-from isotrain.trainers.online.weight_sync import Engines, Weights
 from isotrain.weights.check import TOLERANCE
 from isotrain.weights.file import write_update
 from isotrain.weights.update import WeightUpdate

@@ -30,9 +30,9 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN
+from isotrain.trainers.online.engines import Engines, Weights
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.rollout_worker import RolloutWorker
-from isotrain.trainers.online.weight_sync import Engines, Weights
 from isotrain.weights.check import Tolerance
 from isotrain.weights.file import write_update
 

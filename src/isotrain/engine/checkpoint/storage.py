@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from isotrain.engine.checkpoint.layout import MANIFEST, MARKER, checked_manifest, parse_step, step_name
-from isotrain.errors import CheckpointError
+from isotrain.errors import CheckpointError, install
 
 FIELD = "trainer.checkpoint_storage"
 RUN = "run.json"
@@ -39,7 +39,7 @@ class Storage:
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
-            raise StorageError(f"{FIELD} needs fsspec: pip install 'isotrain[storage]'") from error
+            raise StorageError(f"{FIELD} needs fsspec: {install('storage')}") from error
         self.url = url.rstrip("/")
         try:
             # Listings are not cached: other ranks and machines write there.

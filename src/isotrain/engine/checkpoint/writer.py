@@ -80,9 +80,9 @@ class CheckpointWriter:
         """Copy the shards and write them in the background; waits for an earlier save to end first.
 
         `extras` is this rank's own JSON (its host generators), `state` the loop's, the same on every rank.
-        `copied` shards are host copies that nothing will change: they are written as they are.
+        `copied` shards are host copies that nothing changes before `join`: they are written as they are.
         """
-        self._join()
+        self.join()
         self._newest_failure = None
         # The copy is what makes the save consistent: training changes the weights while the thread writes.
         staged = {
@@ -99,7 +99,7 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait until nothing is being written; `failure()` then has the newest failure, even an old one."""
-        self._join()
+        self.join()
         if self._newest_failure and self._newest_failure not in self._unreported:
             self._unreported.append(self._newest_failure)
 
@@ -108,7 +108,8 @@ class CheckpointWriter:
         failures = [self._unreported.pop(0) for _ in range(len(self._unreported))]
         return "; ".join(failures) or None
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Wait until nothing is being written; `failure()` says nothing more by it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -92,6 +92,10 @@ class EnginePlan:
     cache_gb: float
     responses: int
     """How many of the longest kind fit into the cache at one time."""
+    buffer_gb: float
+    """The second buffer, for weights that come while the engine generates; 0 without."""
+    has_room: bool
+    """Whether `memory_utilization` leaves room for it; weights go through files where it does not."""
 
 
 @dataclass
@@ -122,7 +126,19 @@ def plan_engines(
     cache = rollout.memory_utilization * device_gb * GB - weights - ENGINE_RESERVE_GB * GB
     _, longest = step_samples(recipe)
     responses = int(max(0.0, cache) // (shape.cache_bytes(each, element_bytes(recipe)) * longest))
-    return EnginePlan(engines, each, weights / GB, cache / GB, responses)
+    buffer = buffer_bytes(recipe, memory.all_parameters) / GB
+    has_room = rollout.memory_utilization * device_gb + buffer <= device_gb
+    return EnginePlan(engines, each, weights / GB, cache / GB, responses, buffer, has_room)
+
+
+def buffer_bytes(recipe: Recipe, parameters: int) -> int:
+    """Bytes on each device of an engine, which share what they load."""
+    rollout = recipe.rollout
+    if rollout is None or not rollout.staleness or rollout.engine == "sglang":
+        return 0
+    if rollout.weight_transfer != "auto":
+        return 0
+    return element_bytes(recipe) * parameters // rollout.tensor_parallel
 
 
 def step_time(
@@ -194,8 +210,9 @@ def _generation(recipe: Recipe, shape: Shape, device: DataSheet, engines: Engine
 
 
 def _forward_passes(recipe: Recipe, algorithm: OnlineSection) -> int:
-    """Passes of a step before its updates: old log-probs, those of a reference, values of a critic."""
+    """Passes of a step before its updates: old log-probs, those of reference and teacher, values."""
     # With one update per step, the old log-probs are those of the update itself.
     several = algorithm.updates_per_step(recipe.data.batch_size) > 1
     old = several or algorithm.kl.place == "reward"
-    return old + (algorithm.kl.place != "off") + isinstance(algorithm, PpoSection)
+    teacher = algorithm.distillation.path is not None
+    return old + (algorithm.kl.place != "off") + teacher + isinstance(algorithm, PpoSection)

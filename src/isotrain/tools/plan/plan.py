@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isotrain.device.vendors import DEVICES, DataSheet
+from isotrain.device.vendors import DataSheet
 from isotrain.errors import PlanError, RecipeError
 from isotrain.recipe.load import check_values, path_override, resolved
 from isotrain.recipe.online import ClusterSection, PpoSection
@@ -105,12 +105,6 @@ class RecipePlan:
             "step_seconds": round(self.time.total, 2),
             "bottleneck": self.time.bottleneck,
         }
-
-
-def device_named(name: str) -> DataSheet:
-    if name not in DEVICES:
-        raise PlanError(f"--device: '{name}' is not known; known are {', '.join(DEVICES)}")
-    return DEVICES[name]
 
 
 def make_plan(

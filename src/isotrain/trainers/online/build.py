@@ -22,6 +22,7 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN, VALIDATION, total_steps
 from isotrain.trainers.job import Recorder, ResumeState, build_job
 from isotrain.trainers.online.build_rank import advantage_settings
+from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.loop import OnlineProgress, OnlineTrainer
 from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.recording import Replayed, trajectories
@@ -33,7 +34,7 @@ from isotrain.trainers.online.rollouts import (
     RolloutProgress,
     SyncBatches,
 )
-from isotrain.trainers.online.weight_sync import Engines, WeightSync
+from isotrain.trainers.online.weight_sync import WeightSync
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.preemption import Preemption
 from isotrain.weights.check import TOLERANCE, Tolerance, check_prompts
@@ -77,8 +78,9 @@ def build_trainer(
     greedy = "greedy_R" in estimation.estimator.needs
     maker = _maker(recipe, stores[TRAIN], collector, sampler, resumed.step, greedy)
     relays = Replaceable(groups.relays, **common)
-    weights = WeightSync(groups.ranks, engines, relays, groups.routes, groups.colocated)
-    weights.choose(recorder.console.message)
+    ahead, tell = rollout.staleness > 0, recorder.console.message
+    weights = WeightSync(groups.ranks, engines, relays, groups.routes, groups.colocated, ahead, tell)
+    weights.choose()
     trainer = OnlineTrainer(
         job=job,
         algorithm=algorithm,

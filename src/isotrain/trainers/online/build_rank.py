@@ -33,6 +33,7 @@ from isotrain.engine.world import World, join_world
 from isotrain.models.config import model_end_tokens
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.packed import ScalarModel
+from isotrain.models.routes import RouteReplay
 from isotrain.plugins import Plugin, find_plugin
 from isotrain.recipe.online import (
     CriticSection,
@@ -44,7 +45,12 @@ from isotrain.recipe.online import (
     RemaxSection,
     RewardSection,
 )
-from isotrain.recipe.policy_loss import LossSection, PluginSection, RolloutCorrectionSection
+from isotrain.recipe.policy_loss import (
+    DistillationSection,
+    LossSection,
+    PluginSection,
+    RolloutCorrectionSection,
+)
 from isotrain.recipe.schema import ModelSection, Recipe
 from isotrain.trainers.online.reward_models import (
     AGGREGATIONS,
@@ -52,7 +58,7 @@ from isotrain.trainers.online.reward_models import (
     ResponseRewardModel,
     RewardModel,
 )
-from isotrain.trainers.online.step import AdvantageSettings, UpdateSettings
+from isotrain.trainers.online.step import AdvantageSettings, DistillationSettings, UpdateSettings
 
 
 def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str) -> Models:
@@ -72,6 +78,12 @@ def load_models(
     common: dict[str, Any] = {"device": device, "world": world, "load": load}
     model, optimizer, kl = recipe.model, recipe.optimizer, algorithm.kl
     policy = build_engine(model, optimizer, seed=recipe.seed, **common)
+    teacher = None
+    if (path := algorithm.distillation.path) is not None:
+        teacher = build_reference(model.model_copy(update={"path": path, "perturbation": 0}), **common)
+        teacher.model.eval()
+    if algorithm.router_replay != "disabled":
+        policy.model.replay = RouteReplay(policy.model.pretrained)
     needs_copy = kl.place != "off" and not model.lora.rank
     critic, value_clip = None, None
     if isinstance(algorithm, PpoSection):
@@ -82,6 +94,7 @@ def load_models(
         world=world,
         policy=policy,
         reference=build_reference(model, **common) if needs_copy else None,
+        teacher=teacher,
         critic=critic,
         value_clip=value_clip,
         reward_models=build_reward_models(
@@ -144,6 +157,20 @@ def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
         kl_estimator=kl.estimator,
         correction=_correction_options(algorithm.rollout_correction),
         bypass=algorithm.rollout_correction.bypass_mode,
+        distillation=_distillation_settings(algorithm.distillation),
+    )
+
+
+def _distillation_settings(section: DistillationSection) -> DistillationSettings | None:
+    if section.path is None:
+        return None
+    return DistillationSettings(
+        section.loss,
+        section.over_vocabulary,
+        section.top_k,
+        section.coefficient,
+        section.clamp,
+        section.task_rewards,
     )
 
 
@@ -193,6 +220,7 @@ class Models:
     policy: TrainingEngine
     reference: InferenceModel | None
     """None where no reference is needed, or where the policy without its adapters is the reference."""
+    teacher: InferenceModel | None
     critic: TrainingEngine | None
     value_clip: float | None
     reward_models: dict[str, RewardModel]
@@ -201,7 +229,11 @@ class Models:
 
     def all(self) -> list[InferenceModel]:
         reward_models = [scorer.model for scorer in self.reward_models.values()]
-        return [m for m in (self.policy, self.reference, self.critic, *reward_models) if m is not None]
+        return [
+            m
+            for m in (self.policy, self.reference, self.teacher, self.critic, *reward_models)
+            if m is not None
+        ]
 
 
 _NEEDS = ("values_N", "greedy_R")

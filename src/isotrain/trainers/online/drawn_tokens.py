@@ -93,6 +93,7 @@ def drawn_tokens(
     from transformers import AutoModelForCausalLM
 
     from isotrain.models.config import vocabulary_size
+    from isotrain.models.load import keep_attention_cap
 
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -100,6 +101,7 @@ def drawn_tokens(
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"{step.model}: the model cannot be loaded: {error}") from error
+    keep_attention_cap(loaded)
     model = cast(Any, loaded).float().eval()
     vocabulary = vocabulary_size(model)
     left = most

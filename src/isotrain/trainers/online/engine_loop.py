@@ -96,14 +96,16 @@ class EngineLoop:
     responses at the end of a call do not leave the engine idle. Calls with another sampling wait for the end
     of those before them.
 
-    What else is to be done is done when the engine is idle and no episode under way; `in_flight`, between two
-    tokens.
+    What else is to be done is done when the engine is idle and no episode under way; `in_flight`, or where it
+    does not touch the model, between two tokens.
     """
 
     def __init__(self, build: Callable[[], RolloutEngine], in_flight: bool = False) -> None:
         self._changed = threading.Condition()
         self._calls: list[Prompts] = []
         self._acts: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._acts_beside: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        """Those that do not wait until the engine is idle."""
         self._owners: dict[int, Prompts] = {}
         """The call of each prompt sample that is begun and not finished."""
         self._unfinished = 0
@@ -115,11 +117,11 @@ class EngineLoop:
         self.engine = self.run(build)
         self.in_flight = in_flight and self.engine.updates_in_flight
 
-    def run(self, act: Callable[[], T]) -> T:
-        """Call `act` in the engine's thread; returns or raises as it does."""
+    def run(self, act: Callable[[], T], *, beside: bool = False) -> T:
+        """Call `act` in the engine's thread, `beside` what it generates; returns or raises as it does."""
         future: Future[T] = Future()
         with self._changed:
-            self._acts.append((act, future))
+            (self._acts_beside if beside else self._acts).append((act, future))
             self._changed.notify_all()
         return future.result()
 
@@ -164,9 +166,10 @@ class EngineLoop:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._may_act() or self._ready())
+                self._changed.wait_for(lambda: self._acts_beside or self._may_act() or self._ready())
+            self._act(self._acts_beside)
             if self._may_act():
-                self._act()
+                self._act(self._acts)
             if ready := self._ready():
                 self._generate(ready[0].sampling)
 
@@ -177,11 +180,11 @@ class EngineLoop:
         """Calls that can be served together and have something for the engine."""
         return [call for call in self._due() if call.supply.ready or call.groups]
 
-    def _act(self) -> EngineLost | None:
+    def _act(self, acts: deque[tuple[Callable[[], Any], Future[Any]]]) -> EngineLost | None:
         """Do what waits to be done; returns how the engine was lost by it."""
         lost = None
-        while self._acts:
-            act, future = self._acts.popleft()
+        while acts:
+            act, future = acts.popleft()
             try:
                 future.set_result(act())
             except BaseException as error:  # raised where the result is asked for
@@ -220,8 +223,9 @@ class EngineLoop:
         """Asked by the engine between two tokens."""
         if not self._calls:
             raise _Abandoned
-        if self.in_flight and (lost := self._act()):
-            raise lost
+        for acts in (self._acts_beside, self._acts) if self.in_flight else (self._acts_beside,):
+            if lost := self._act(acts):
+                raise lost
         requests: list[Request] = []
         due = self._due(sampling)
         width = max((call.supply.width * call.n for call in due), default=0) if self.in_flight else 0

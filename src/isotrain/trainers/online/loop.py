@@ -5,7 +5,8 @@ R: trajectories of a step, E: its responses or episodes; only an episode can hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,11 +23,15 @@ from isotrain.cluster.workers import WorkerGroup
 from isotrain.engine.checkpoint.layout import wait_for_pending
 from isotrain.engine.optimizer import Schedule
 from isotrain.errors import RewardError, WeightUpdateError
+from isotrain.observe.metrics import read_metrics
+from isotrain.observe.mismatch_watch import METRIC as MISMATCH
+from isotrain.observe.mismatch_watch import MismatchWatch
 from isotrain.recipe.online import OnlineSection, PpoSection, RewardSection, RolloutSection
 from isotrain.recipe.schema import DataSection
-from isotrain.rollout.base import Sampling
+from isotrain.rollout.validation import validation_index, validation_sampling
 from isotrain.trainers.build import VALIDATION
 from isotrain.trainers.job import Job
+from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.messages import (
     Group,
     PromptRequest,
@@ -57,7 +62,7 @@ from isotrain.trainers.online.policy_rank import PolicyRank, StepReport
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import AsyncBatches, Batch, Collector, Maker, SyncBatches
 from isotrain.trainers.online.step import AdvantageSettings
-from isotrain.trainers.online.weight_sync import Engines, WeightSync
+from isotrain.trainers.online.weight_sync import WeightSync
 
 # Timeout of the current checkpoint when the run ends with an error: if a rank died, its part may never come.
 WRITING_SECONDS, WRITING_SECONDS_AFTER_A_DEATH, WRITING_SECONDS_WHEN_OVERDUE = 300.0, 5.0, 1.0
@@ -81,6 +86,7 @@ class OnlineProgress:
     warnings: Warnings = field(default_factory=Warnings)
     validation_warnings: Warnings = field(default_factory=Warnings)
     equal_scores: EqualScores = field(default_factory=EqualScores)
+    mismatch: MismatchWatch = field(default_factory=MismatchWatch)
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the current step."""
     save_timing: dict[str, float] = field(default_factory=dict)
@@ -141,7 +147,17 @@ class OnlineTrainer:
         seconds = WRITING_SECONDS_WHEN_OVERDUE if self.job.preemption.overdue else seconds
         wait_for_pending(self.job.run.checkpoints, seconds, self.job.recorder.console.message)
 
+    def _watch_mismatch(self, step: int, values: Mapping[str, float]) -> None:
+        """Log-probs of stale weights differ by more than rounding: only on-policy steps tell."""
+        if not self.rollout.generates or self.rollout.staleness:
+            return
+        if warning := self.progress.mismatch.observe(step, values.get(MISMATCH, math.nan)):
+            self.job.recorder.console.message(f"warning: {warning}")
+
     def _train(self, done: int) -> None:
+        self.progress.mismatch = MismatchWatch(str(self.job.run.path))
+        for row in read_metrics(self.job.run.metrics) if self.job.run.metrics.is_file() and done else ():
+            self.progress.mismatch.observe(int(row["step"]), row.get(MISMATCH, math.nan))
         for step in self.job.steps_after(done, self):
             timing = self.progress.timing = self.progress.save_timing
             self.progress.save_timing = {}
@@ -182,6 +198,8 @@ class OnlineTrainer:
             self.job.recorder.console.message(f"warning: step {step}: {failures}")
 
     def _warn_equal_scores(self, step: int, batch: Batch, scores_E: Numbers) -> None:
+        if self.algorithm.distillation.path is not None:  # a teacher says what the scores do not
+            return
         if (
             batch.greedy is not None
         ):  # the baseline is another response: equal scores can be above or below it
@@ -275,6 +293,7 @@ class OnlineTrainer:
         values |= model_scores | advantage_metrics([report.advantages for report in reports])
         values |= reports[0].metrics
         values |= mismatches.combine([report.mismatch for report in reports]).metrics()
+        self._watch_mismatch(step, values)
         self._count_skipped(step, values)
         if algorithm.kl.place != "off":
             values["actor/kl_coef"] = self.progress.kl.coefficient
@@ -362,10 +381,8 @@ class OnlineTrainer:
 
     def validate(self, step: int) -> dict[str, float]:
         self.engines.settle()  # no metric of weights that turn out to be wrong may be written
-        # Places before 0 are no draws of the run: training responses never share a seed with these.
-        prompt_requests = [PromptRequest(-1 - row, row) for row in range(self.validation_rows)]
-        n, temperature = self.rollout.validation.n, self.rollout.validation.temperature
-        sampling = Sampling(self.rollout.max_tokens, temperature)
+        prompt_requests = [PromptRequest(validation_index(row), row) for row in range(self.validation_rows)]
+        n, sampling = self.rollout.validation.n, validation_sampling(self.rollout)
         groups, _ = self.collector.collect(VALIDATION, prompt_requests, n, sampling)
         if self.reward.reward_models:  # a reward model must be given the trajectories first
 

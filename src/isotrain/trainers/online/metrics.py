@@ -19,6 +19,7 @@ from isotrain.algorithms.advantages import combine
 from isotrain.algorithms.policy_losses import explained_variance
 from isotrain.data.record import Marks
 from isotrain.rewards.base import FAILURES, LARGEST_SCORE
+from isotrain.rollout.validation import mean_by_source
 from isotrain.trainers.online.messages import Group, episode_numbers
 from isotrain.trainers.online.step import AdvantageMetrics, join_spans
 
@@ -86,9 +87,7 @@ def part_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def validation_metrics(groups: Sequence[Group], scores_E: Numbers, failures: Failures) -> dict[str, float]:
     """The mean score of each data set's prompts over `n` responses each, and how many responses had none."""
     n = len(groups[0].scores)
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for group, mean in zip(groups, scores_E.reshape(-1, n).mean(axis=1), strict=True):
-        by_source[group.source].append(float(mean))
+    by_source = mean_by_source([group.source for group in groups], scores_E.reshape(-1, n))
     metrics = {f"val-core/{source}/reward/mean@{n}": float(np.mean(m)) for source, m in by_source.items()}
     return metrics | ({"val/reward_failures": float(failures.count)} if failures.count else {})
 

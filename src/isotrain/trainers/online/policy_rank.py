@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +16,13 @@ import torch
 from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.mismatch import NOT_MEASURED, Mismatch
 from isotrain.cluster.objects import fetch
-from isotrain.data.packing import pack_trajectories
+from isotrain.data.packing import ExpertRoutes, pack_trajectories
 from isotrain.data.record import Recorded, step_file, write_trajectories
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.engine import InferenceModel
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.world import open_store
+from isotrain.errors import RolloutError
 from isotrain.models.lora import adapters_off
 from isotrain.models.packed import shares_prompts
 from isotrain.observe.environment import describe_environment
@@ -102,6 +104,8 @@ class PolicyRank:
         self.minis: list[list[Micro]] = []
         self.prepared = False
         self.seconds: dict[str, float] = {}
+        self.version = 0
+        """Version of the policy's weights: the step that made them."""
 
     def open_store(self, host: str | None, directory: str | None) -> str:
         """Make the place where the ranks meet; asked of the first one."""
@@ -138,6 +142,7 @@ class PolicyRank:
         attach_probes(self.policy, self.recipe, resumed.step)
         if reader is not None:
             self.checkpoints.restore(reader)
+        self.version = resumed.step
         return resumed
 
     def load(self, plan: RankPlan) -> list[int]:
@@ -156,6 +161,11 @@ class PolicyRank:
             [Micro(pack_trajectories([by_number[i] for i in m], m, plan.share_prompts)) for m in mini]
             for mini in plan.mini_batches
         ]
+        if self.algorithm.router_replay == "R3" and any(t.routes_TLK is None for t in by_number.values()):
+            raise RolloutError(
+                "algorithm.router_replay: a response came without the experts of its tokens; record the run "
+                "again with R3, or set router_replay: disabled"
+            )
         self.totals = plan.totals
         self.prepared, self.seconds = False, {}
         self.trajectories = by_number
@@ -185,6 +195,13 @@ class PolicyRank:
         if self.settings.kl_place != "off":
             with timed(self.seconds, "ref"):
                 penalties = self._reference_log_probs()
+        distillation = self.settings.distillation
+        if distillation is not None and not distillation.over_vocabulary:
+            assert self.models.teacher is not None
+            with timed(self.seconds, "ref"):
+                teacher_logps = self._logps(self.models.teacher)
+            for micro, logp_N in zip(self.micros, teacher_logps, strict=True):
+                micro.teacher_logp_N = logp_N
         if self.models.critic is not None:
             with timed(self.seconds, "values"):
                 self._values()
@@ -204,6 +221,7 @@ class PolicyRank:
         if step.updates_policy:
             with timed(self.seconds, "update_actor"):
                 metrics |= self._update_policy(step.lr, step.given.kl_coefficient)
+        self.version += 1
         mismatch = self._mismatch()
         if step.record is not None:
             with timed(self.seconds, "record"):
@@ -214,8 +232,20 @@ class PolicyRank:
 
     def _old_log_probs(self) -> None:
         """Log-probs before the first update, which later ones are compared with."""
+        if self.algorithm.router_replay == "R2":
+            self._record_routes()
         for micro, logp_N in zip(self.micros, self._logps(self.policy), strict=True):
             micro.old_logp_N = logp_N
+
+    def _record_routes(self) -> None:
+        """From now on, the step's tokens take the routes that the policy has for them before its updates."""
+        replay = self.policy.model.replay
+        assert replay is not None
+        for micro in self.micros:
+            replay.record()
+            (chosen_RLK,) = self.policy.infer([micro.batch.packed], lambda _: replay.recorded())
+            packed = replace(micro.batch.packed, routes=ExpertRoutes(chosen_RLK, as_seen=True))
+            micro.batch = replace(micro.batch, packed=packed)
 
     def _reference_log_probs(self) -> list[Penalty]:
         """The reference's log-probs; returns penalties of this rank's trajectories where they are rewards."""
@@ -282,13 +312,16 @@ class PolicyRank:
         return update_means(results, "critic") | {"critic/lr": lr}
 
     def _update_policy(self, lr: float, kl_coefficient: float) -> dict[str, float]:
-        settings, results = self.settings, []
+        settings, teacher, results = self.settings, self.models.teacher, []
         for _ in range(settings.ppo_epochs):
             for mini, totals in zip(self.minis, self.totals, strict=True):
                 batches = [
-                    (m.batch.packed, policy_objective(m, totals, settings, kl_coefficient)) for m in mini
+                    (m.batch.packed, policy_objective(m, totals, settings, kl_coefficient, teacher))
+                    for m in mini
                 ]
                 results.append(self.policy.update(batches, lr))
+                if teacher is not None:
+                    teacher.reshard()
                 self._measure_no_more()
         self.device.synchronize()
         return update_means(results, "actor") | {"actor/lr": lr}
@@ -310,6 +343,10 @@ class PolicyRank:
 
     def send_weights(self, order: SendOrder) -> Sent:
         return self.weights.send(order)
+
+    def write_weights(self, order: SendOrder) -> Sent:
+        """To files, of whatever version this rank has: its step may have gone on meanwhile."""
+        return self.weights.send(replace(order, version=self.version))
 
     def close_senders(self) -> None:
         self.weights.close()

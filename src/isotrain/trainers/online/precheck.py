@@ -22,6 +22,7 @@ from isotrain.errors import (
     RewardError,
     RolloutError,
     SandboxError,
+    install,
 )
 from isotrain.observe.environment import package_name
 from isotrain.observe.loggers import check_loggers
@@ -63,7 +64,7 @@ ROWS_TO_CHECK = 100
 def check_answers(reward: RewardSection, prompts: SampleStore[Prompt]) -> None:
     """Refuse an `answer_key` that the rows do not have, where the recipe names one or a rule needs it."""
     is_default = reward.answer_key == RewardSection.model_fields["answer_key"].default
-    if is_default and not (reward.gsm8k or reward.math or reward.code):
+    if is_default and not (reward.gsm8k or reward.math or reward.choice or reward.code):
         return
     rows = [prompts[number].row for number in range(min(len(prompts), ROWS_TO_CHECK))]
     if any(value_at(row, reward.answer_key) is not None for row in rows):
@@ -164,6 +165,7 @@ def _check_models(recipe: Recipe, algorithm: OnlineSection, reward: RewardSectio
     from isotrain.models.load import model_directory  # torch comes in only here
 
     readers = {
+        "algorithm.distillation.path": algorithm.distillation.path,
         "reward.model.path": reward.model and reward.model.path,
         "reward.process.path": reward.process and reward.process.path,
         "algorithm.critic.path": algorithm.critic.path if isinstance(algorithm, PpoSection) else None,
@@ -264,12 +266,12 @@ def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
     if rollout.engine == "sglang" and python is None and find_spec("sglang") is None:
         yield RolloutError(
             "rollout.engine: sglang is not installed beside isotrain; create an environment for it "
-            "(pip install 'isotrain[sglang]') and set rollout.server_python to its Python"
+            f"({install('sglang')}) and set rollout.server_python to its Python"
         )
     if rollout.engine == "sglang" and python is not None and which(python) is None:
         yield RolloutError(f"rollout.server_python: {python!r} is not an executable")
     if reward.math is not None and find_spec("math_verify") is None:
-        yield RewardError("reward.math: math-verify is not installed; pip install 'isotrain[math]'")
+        yield RewardError(f"reward.math: math-verify is not installed; {install('math')}")
     yield from _no_episodes(rollout)
     if reward.code is not None:
         yield from _no_sandbox(reward.code)
@@ -295,7 +297,7 @@ def _no_episodes(rollout: RolloutSection) -> Iterator[IsotrainError]:
     if agent is None:
         return
     if find_spec("aiohttp") is None:
-        yield EpisodeError("rollout.agent: aiohttp is not installed; pip install 'isotrain[online]'")
+        yield EpisodeError(f"rollout.agent: aiohttp is not installed; {install('online')}")
     for field, program in (
         ("command", agent.command[0] if agent.command else None),
         ("python", agent.python),

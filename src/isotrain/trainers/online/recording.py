@@ -48,7 +48,9 @@ def frozen_models(recipe: Recipe) -> list[str]:
     """Sections of models whose weights a checkpoint does not hold: a run that goes on reads them again."""
     assert recipe.reward is not None and isinstance(recipe.algorithm, OnlineSection)
     read_again = recipe.model.lora.rank > 0 or recipe.algorithm.kl.place != "off"
-    return (["model"] if read_again else []) + [f"reward.{name}" for name in recipe.reward.reward_models]
+    teacher = ["algorithm.distillation"] if recipe.algorithm.distillation.path else []
+    scorers = [f"reward.{name}" for name in recipe.reward.reward_models]
+    return (["model"] if read_again else []) + teacher + scorers
 
 
 def model_directories(recipe: Recipe, sections: Collection[str] | None = None) -> dict[str, Path]:
@@ -56,9 +58,11 @@ def model_directories(recipe: Recipe, sections: Collection[str] | None = None) -
     assert recipe.reward is not None
     model, process = recipe.reward.model, recipe.reward.process
     critic = recipe.algorithm.critic.path if isinstance(recipe.algorithm, PpoSection) else None
+    online = recipe.algorithm if isinstance(recipe.algorithm, OnlineSection) else None
     paths = {
         "model": recipe.model.path,
         "algorithm.critic": critic,
+        "algorithm.distillation": online.distillation.path if online else None,
         "reward.model": model.path if model else None,
         "reward.process": process.path if process else None,
     }

@@ -7,12 +7,11 @@ from itertools import islice
 from typing import Any
 
 from isotrain.cluster.objects import fetch
-from isotrain.data.formats import value_at
-from isotrain.data.trajectory import EpisodePart, Trajectory
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
-from isotrain.rewards.base import FAILURES, RewardInput, Scored, Scorer
+from isotrain.rewards.base import Scored, Scorer
 from isotrain.rewards.build import build_scorer
+from isotrain.rewards.responses import reward_inputs, source_of
 from isotrain.trainers.build import open_prompts
 from isotrain.trainers.online.messages import Score, TrajectoriesHandle
 
@@ -40,7 +39,7 @@ class RewardWorker:
         groups = fetch([handle for _, handle in items])
         rows = [self.stores[store][row].row for row, _ in items]
         samples = [
-            None if group is None else self._samples(group, values)
+            None if group is None else reward_inputs(self.tokenizer, group, values, self.answer_key)
             for group, values in zip(groups, rows, strict=True)
         ]
         scored = iter(
@@ -50,27 +49,13 @@ class RewardWorker:
             None
             if group_samples is None
             else (
-                str(values.get("data_source", "data")),
+                source_of(values),
                 tuple(
                     Score(s.score, s.parts, s.failure, _with_row(s, store, row))
                     for s in islice(scored, len(group_samples))
                 ),
             )
             for group_samples, values, (row, _) in zip(samples, rows, items, strict=True)
-        ]
-
-    def _samples(self, group: Sequence[Trajectory], values: dict[str, Any]) -> list[RewardInput]:
-        """One for each response; of an episode, what the policy wrote in its last sequence."""
-        last = [t for t in group if t.episode is None or t.episode.part == t.episode.parts - 1]
-        texts = self.tokenizer.batch_decode(
-            [t.response_N[t.mask_N].tolist() for t in last],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
-        answer = value_at(values, self.answer_key)
-        return [
-            RewardInput(text, answer, values, None if t.episode is None else _environment_reward(t.episode))
-            for text, t in zip(texts, last, strict=True)
         ]
 
     def close(self) -> None:
@@ -83,11 +68,3 @@ def _with_row(scored: Scored, store: str, row: int) -> str:
     """An error of a reward is mostly one of the row: say which."""
     of_row = scored.failure == "error" and scored.detail.startswith("reward.")
     return f"{scored.detail} (row {row} of the {store} prompts)" if of_row else scored.detail
-
-
-def _environment_reward(episode: EpisodePart) -> Scored | None:
-    """The environment's reward for an episode, or how the episode failed."""
-    if episode.failure is not None:
-        failure = next((known for known in FAILURES if known == episode.failure), FAILURES[-1])
-        return Scored(0.0, failure=failure, detail=episode.detail)
-    return None if episode.reward is None else Scored(episode.reward)

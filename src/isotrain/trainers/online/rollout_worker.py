@@ -12,19 +12,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.cluster.cores import bound_cores, core_list
 from isotrain.cluster.objects import put
-from isotrain.data.trajectory import Trajectory, sample_seed
+from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
 from isotrain.errors import EngineLost
+from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
+from isotrain.rollout.validation import sample_requests
 from isotrain.trainers.build import TRAIN, open_prompts
 from isotrain.trainers.online.engine_loop import EngineLoop, Prompts
 from isotrain.trainers.online.episodes import Episodes
 from isotrain.trainers.online.messages import PromptRequest, Responses, TrajectoriesHandle, describe
 from isotrain.trainers.online.prompt_queue import Draws, Supply
-from isotrain.weights.update import WeightUpdate
+from isotrain.weights.stream import wait_for_end
+from isotrain.weights.update import StoreSource, WeightUpdate
 
 Written = tuple[Responses, TrajectoriesHandle]
 """All responses to one draw."""
@@ -41,12 +45,14 @@ class RolloutWorker:
 
     def start(self) -> dict[str, str]:
         """Load the engine; returns its settings."""
+        cores = os.sched_getaffinity(0)
         self.stores = open_prompts(self.recipe)
         assert self.recipe.rollout is not None
         self.loop = EngineLoop(self._build, self.recipe.rollout.in_flight)
         if self._source is not None:
             self._episodes = Episodes(self.recipe, self._source, self.loop)
-        return self.engine.settings
+        bound = core_list(bound_cores(cores))
+        return {**self.engine.settings, **({"cores": bound} if bound else {})}
 
     @property
     def engine(self) -> RolloutEngine:
@@ -54,7 +60,7 @@ class RolloutWorker:
 
     def _build(self) -> RolloutEngine:
         recipe = self.recipe
-        assert recipe.rollout is not None
+        assert recipe.rollout is not None and isinstance(recipe.algorithm, OnlineSection)
         return build_rollout(
             recipe.rollout,
             recipe.model.path,
@@ -65,6 +71,9 @@ class RolloutWorker:
             name=self.name,
             repeatable=recipe.device.determinism != "off" or recipe.rollout.record,
             head_float32=recipe.model.head_dtype == "float32",
+            routes=recipe.algorithm.router_replay == "R3",
+            trained=recipe.model,
+            token_budget=recipe.data.tokens_per_micro_batch,
         )
 
     def _longest_prompt(self) -> int:
@@ -119,15 +128,9 @@ class RolloutWorker:
     def _requests(self, store: str, prompt_requests: Sequence[PromptRequest], n: int) -> list[Request]:
         prompts = self.stores[store]
         return [
-            Request(
-                row,
-                prompt_index,
-                sample,
-                sample_seed(self.recipe.seed, prompt_index, sample),
-                prompts[row].tokens_P,
-            )
+            request
             for prompt_index, row in prompt_requests
-            for sample in range(n)
+            for request in sample_requests(row, prompt_index, prompts[row].tokens_P, n, self.recipe.seed)
         ]
 
     def report(self) -> None:
@@ -138,6 +141,14 @@ class RolloutWorker:
         with _dying_with_its_engine():
             self.loop.update(update)
         return self.engine.version
+
+    def receive(self, update: WeightUpdate, timeout: float) -> None:
+        """Take what is sent into a second buffer, beside generation; returns when all engines have it."""
+        with _dying_with_its_engine():
+            self.loop.run(lambda: self.engine.receive(update), beside=True)
+        source = update.source()
+        assert isinstance(source, StoreSource), "of an update that is sent"
+        wait_for_end(source, update.version, timeout)
 
     def rehearse(self, update: WeightUpdate, timeout: float) -> str:
         """Whether weights can be sent to this engine's devices; returns the error if they cannot."""

@@ -24,12 +24,12 @@ from isotrain.data.loader import Sampler
 from isotrain.errors import WorkerLost
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN
+from isotrain.trainers.online.engines import Engines, engine_name
 from isotrain.trainers.online.messages import Group, PromptRequest, TrajectoriesHandle
 from isotrain.trainers.online.metrics import Failures, failures_of
 from isotrain.trainers.online.prompt_queue import Draws, PromptQueue
 from isotrain.trainers.online.reward_worker import RewardWorker, ScoredGroup
 from isotrain.trainers.online.rollout_worker import RolloutWorker, Written
-from isotrain.trainers.online.weight_sync import Engines, engine_name
 
 # Of one reward worker: scores that take long, such as a model's over a network, are waited for side by side.
 CALLS_AT_ONCE = 4

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from isotrain.cluster.cores import shared_cores
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.determinism import profile
@@ -95,6 +96,8 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
                 console.message(f"warning: device.determinism: {complaint}")
             ranks, settings = groups.start(cluster.start_timeout)
             described = ranks[0]
+            if cores := shared_cores(settings):
+                console.message(f"warning: rollout engines are bound to the same cores: {cores}")
             _check_shared(groups.ranks, Path(recipe.output))
             for difference in _differences(groups.device, ranks):
                 console.message(f"warning: ranks differ in {difference}")
@@ -117,7 +120,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
             recorder = Recorder(console)
             trainer = build_trainer(recipe, cluster, stores, groups, described, recorder, resumed, preemption)
             if rollout.generates:
-                settings = {**settings, "weights by": trainer.weights.routes.transport}
+                settings = {**settings, "weights by": trainer.weights.route}
                 run.add_to_start({"device": {**facts, "rollout": settings}})
             introduction = _introduction(recipe, rollout, described, steps)
             console.message(f"{introduction}\n  {_responses(recipe, rollout, settings)}")

@@ -6,21 +6,28 @@ R: trajectories of a micro-batch, N: their response tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from isotrain.algorithms.advantages import Estimator, Moments, combine, moments, whitened
 from isotrain.algorithms.aggregation import Loss, LossNormalizer
+from isotrain.algorithms.distillation import (
+    distillation_advantages,
+    distillation_loss,
+    sampled_divergence,
+)
+from isotrain.algorithms.distillation import divergence as divergence_of
 from isotrain.algorithms.kl import KL_ESTIMATORS, kl_loss
 from isotrain.algorithms.mismatch import Mismatch, mismatch, rollout_correction
 from isotrain.algorithms.policy_losses import entropy_bonus, value_loss
 from isotrain.algorithms.rewards import token_rewards
 from isotrain.algorithms.segments import spread, sums
 from isotrain.data.packing import PolicyBatch
-from isotrain.engine.engine import UpdateResult
+from isotrain.engine.engine import InferenceModel, UpdateResult
 from isotrain.models.packed import ScalarHead, TokenHead
 from isotrain.trainers.online.messages import Totals
 
@@ -42,6 +49,20 @@ class UpdateSettings:
     correction: dict[str, Any] | None
     bypass: bool
     """Whether the engine's log-probs are the old ones."""
+    distillation: DistillationSettings | None = None
+
+
+@dataclass(frozen=True)
+class DistillationSettings:
+    loss: str
+    over_vocabulary: bool
+    top_k: int | None
+    coefficient: float
+    clamp: float | None
+    task_rewards: bool
+
+    def clamped(self, values_N: torch.Tensor) -> torch.Tensor:
+        return values_N if self.clamp is None else values_N.clamp(-self.clamp, self.clamp)
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,7 @@ class Micro:
     old_logp_N: torch.Tensor | None = None
     """None where the first update is the only one: the policy's own log-probs are the old ones then."""
     ref_logp_N: torch.Tensor | None = None
+    teacher_logp_N: torch.Tensor | None = None
     values_N: torch.Tensor | None = None
     advantages_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
@@ -223,7 +245,11 @@ def critic_moments(micros: Sequence[Micro]) -> tuple[Moments, Moments]:
 
 
 def policy_objective(
-    micro: Micro, totals: Totals, settings: UpdateSettings, kl_coefficient: float
+    micro: Micro,
+    totals: Totals,
+    settings: UpdateSettings,
+    kl_coefficient: float,
+    teacher: InferenceModel | None = None,
 ) -> Callable[[TokenHead], Loss]:
     """The policy's loss on one micro-batch, as a share of its mini-batch's."""
 
@@ -243,21 +269,28 @@ def policy_objective(
                 corrected_N, micro.batch.rollout_logp_N, share, **settings.correction
             )
         assert micro.advantages_N is not None
-        loss, term_metrics = settings.loss(
-            logp_N,
-            old_logp_N,
-            micro.advantages_N,
-            share,
-            aggregation=settings.aggregation,
-            correction_N=weights_N,
-            **settings.loss_options,
-        )
-        metrics |= term_metrics
+
+        def policy_loss(advantages_N: torch.Tensor) -> Loss:
+            options = {
+                "aggregation": settings.aggregation,
+                "correction_N": weights_N,
+                **settings.loss_options,
+            }
+            return settings.loss(logp_N, old_logp_N, advantages_N, share, **options)
+
+        distillation = settings.distillation
+        terms: list[Loss] = []
+        if distillation is not None:
+            terms += _distillation_terms(
+                head, micro, teacher, settings, share, logp_N, corrected_N, policy_loss
+            )
+        if distillation is None or distillation.task_rewards:
+            terms.append(policy_loss(micro.advantages_N))  # last: metrics of the policy loss are these
         # Without a bonus the entropy is only looked at: no second pass over the logits for its gradient.
         entropy_N = entropy_N if settings.entropy else entropy_N.detach()
-        terms = [
+        terms.append(
             entropy_bonus(entropy_N, share, coefficient=settings.entropy, aggregation=settings.aggregation)
-        ]
+        )
         if settings.kl_place == "loss":
             assert micro.ref_logp_N is not None
             terms.append(
@@ -270,11 +303,46 @@ def policy_objective(
                     aggregation=settings.aggregation,
                 )
             )
-        for term, term_metrics in terms:
+        (loss, term_metrics), *others = terms
+        metrics |= term_metrics
+        for term, term_metrics in others:
             loss, metrics = loss + term, metrics | term_metrics
         return loss, metrics
 
     return objective
+
+
+def _distillation_terms(
+    head: TokenHead,
+    micro: Micro,
+    teacher: InferenceModel | None,
+    settings: UpdateSettings,
+    share: LossNormalizer,
+    logp_N: torch.Tensor,
+    policy_logp_N: torch.Tensor,
+    policy_loss: Callable[[torch.Tensor], Loss],
+) -> Iterator[Loss]:
+    """The loss against the teacher; `policy_logp_N` are log-probs of the policy before the step's updates."""
+    how = settings.distillation
+    assert how is not None and teacher is not None
+    if how.over_vocabulary:
+        # Both heads are whole here, inside of the policy's forward pass: their logits meet chunk by chunk.
+        compare = partial(divergence_of, how.loss, how.top_k)
+        with torch.no_grad():
+            teacher_head = teacher.forward(micro.batch.packed, lambda other: other)
+        divergence_N = head.divergences(teacher_head, compare, settings.temperature)
+    elif how.loss == "policy-gradient":
+        assert micro.teacher_logp_N is not None
+        advantages_N = how.clamped(distillation_advantages(policy_logp_N, micro.teacher_logp_N))
+        loss, metrics = policy_loss(advantages_N)
+        yield how.coefficient * loss, metrics | {"actor/distillation_loss": share.mean(-advantages_N)}
+        return
+    else:
+        assert micro.teacher_logp_N is not None
+        divergence_N = sampled_divergence(logp_N, micro.teacher_logp_N, share, how.loss)
+    yield distillation_loss(
+        how.clamped(divergence_N), share, coefficient=how.coefficient, aggregation=settings.aggregation
+    )
 
 
 def critic_objective(

@@ -7,175 +7,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from isotrain.children import in_background
-from isotrain.cluster.failures import Overdue, WorkerDied
+from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Placement
 from isotrain.cluster.replaceable import Died, Replaceable, WorkerTask
 from isotrain.cluster.workers import WorkerCall, WorkerGroup, wait_any
 from isotrain.errors import WeightUpdateError, WorkerLost
+from isotrain.trainers.online.engines import Engines, Weights
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollout_worker import RolloutWorker
-from isotrain.weights.check import Tolerance, WeightCheck, mean_difference
 from isotrain.weights.file import Relay
 from isotrain.weights.send import SendOrder
+from isotrain.weights.stream import give_up
 from isotrain.weights.transport import TRANSPORTS
-from isotrain.weights.update import REHEARSAL, Routes, WeightUpdate
+from isotrain.weights.update import REHEARSAL, Routes, StoreSource, WeightUpdate
 
 # A first connection between devices takes a while.
 REHEARSAL_SECONDS = 60.0
 # Workers keep the limit of an update themselves, and know why it failed: they are heard first.
 LEEWAY = 10.0
-
-
-class Weights(NamedTuple):
-    version: int
-    updates: list[WeightUpdate] | None
-    """Where each engine finds them; None where they were sent and are nowhere to be found again."""
-    logps: npt.NDArray[np.float32]
-    """The trained model's log-probs of the prompts of the weight check, with these weights."""
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """Weights on their way to one engine."""
-
-    free: WorkerTask[WorkerCall[None]] | None
-    """Done when the engine has finished its earlier calls; in flight, they are not waited for."""
-    update: WorkerTask[WorkerCall[tuple[int, npt.NDArray[np.float32]]]]
-    weights: Weights
-
-
-class Engines(Replaceable[RolloutWorker]):
-    """Updates are queued behind what an engine is doing, or come between its tokens; every one is verified.
-
-    The engine itself compares what it got with the update's digest. Here its version is compared, and its
-    log-probs of fixed prompts with those of the trained model (weights/check.py), which shows that the
-    weights also mean the same. Earlier calls of an engine may take any time: the timeout of an update begins
-    after them, or at once where updates are `in_flight`.
-    """
-
-    def __init__(
-        self,
-        group: WorkerGroup[RolloutWorker],
-        start_timeout: float,
-        tell: Callable[[str], None],
-        *,
-        check_prompts: Sequence[npt.NDArray[np.int32]],
-        timeout: float,
-        tolerance: Tolerance,
-        in_flight: bool = False,
-    ) -> None:
-        super().__init__(group, start_timeout, tell)
-        self.in_flight = in_flight
-        self.check_prompts, self.timeout = check_prompts, timeout
-        self._check = WeightCheck(tolerance)
-        self.newest: Weights | None = None
-        self.under_way: list[Delivery] = []
-        self._verification: Future[float] | None = None
-        """The verification of updates under way, once somebody waits for it."""
-        self.difference = 0.0
-        """The weight check's difference at the update that was verified last."""
-        self.write_again: Callable[[Weights], Weights] | None = None
-        """Writes weights that were sent to where they can be found."""
-
-    def verify(self) -> float:
-        """Check that all engines have the newest weights; returns the largest difference."""
-        weights, differences = self.newest, []
-        assert weights is not None
-        method = RolloutWorker.version_and_check
-        for task in [self.submit(index, method, self.check_prompts) for index in range(len(self))]:
-            check = self.result(task, self.timeout)
-            if not isinstance(check, Died):  # a successor was verified when it was given them
-                differences.append(self._compared(task.index, *check, weights))
-        return self._noted(differences)
-
-    @property
-    def first_version(self) -> int:
-        """The version that responses must begin with from now on; 0 where calls keep their order anyway."""
-        return self.newest.version if self.in_flight and self.newest else 0
-
-    def send(self, weights: Weights) -> None:
-        """Announce new weights; `settle` waits until they are taken."""
-        assert weights.updates is not None
-        self.newest, self._verification = weights, None
-        self.under_way = [
-            self._send_to(index, update, weights) for index, update in enumerate(weights.updates)
-        ]
-
-    def _send_to(self, index: int, announced: WeightUpdate, weights: Weights) -> Delivery:
-        with self._places[index]:  # no thread may ask for responses in between
-            free = None if self.in_flight else self.submit(index, RolloutWorker.report)
-            update = self.submit(index, RolloutWorker.update_and_check, announced, self.check_prompts)
-            return Delivery(free, update, weights)
-
-    def settle(self) -> float:
-        """Wait until all engines have the newest weights; returns the weight check's largest difference."""
-        return self._settle() if self._verification is None else self._verification.result()
-
-    def verifying(self) -> Future[float]:
-        """A future of what `settle` returns or raises."""
-        if self._verification is None:
-            self._verification = in_background(self._settle)
-        return self._verification
-
-    def _settle(self) -> float:
-        deliveries, self.under_way = self.under_way, []
-        verified = [self._verified(delivery) for delivery in deliveries]
-        return self._noted([difference for difference in verified if difference is not None])
-
-    def _noted(self, differences: Sequence[float]) -> float:
-        """The largest of them; that of the update before, where all engines have died since."""
-        if differences:
-            self.difference = max(differences)
-        return self.difference
-
-    def _verified(self, delivery: Delivery) -> float | None:
-        name, weights = engine_name(delivery.update.index), delivery.weights
-        if delivery.free is not None:
-            self.result(delivery.free)
-        try:
-            check = self.result(delivery.update, self.timeout)
-        except Overdue as error:
-            raise WeightUpdateError(
-                f"{name}: weight update {weights.version} did not end within {self.timeout:g} s "
-                "(rollout.update_timeout)"
-            ) from error
-        if isinstance(check, Died):
-            return None  # its successor has been given the newest weights, and they were verified
-        return self._compared(delivery.update.index, *check, weights)
-
-    def _compared(self, index: int, version: int, logps: npt.NDArray[np.float32], weights: Weights) -> float:
-        name = engine_name(index)
-        if version != weights.version:
-            raise WeightUpdateError(f"{name} has weights of version {version} after update {weights.version}")
-        if problem := self._check.problem(index, version, logps, weights.logps):
-            raise WeightUpdateError(f"{name}: after weight update {version} {problem}")
-        return mean_difference(logps, weights.logps)
-
-    def prepare(self, index: int) -> None:
-        super().prepare(index)
-        if (weights := self.newest) is not None:
-            if weights.updates is None:
-                assert self.write_again is not None
-                weights = self.newest = self.write_again(weights)
-            assert weights.updates is not None
-            engine = self.group.within(self.timeout)
-            check = engine.call_on(
-                index, RolloutWorker.update_and_check, weights.updates[index], self.check_prompts
-            )
-            self._compared(index, *check, weights)
-
-
-def engine_name(index: int) -> str:
-    return f"rollout engine {index}"
 
 
 def possible_routes(placement: Placement, tensor_parallel: int, *, together: bool) -> list[Routes]:
@@ -199,17 +56,27 @@ class WeightSync:
     """Best first; the last works everywhere."""
     colocated: bool
     """Whether ranks and engines use the same device memory one after the other."""
+    ahead: bool = False
+    """Whether engines generate while ranks learn, and so while weights are sent."""
+    tell: Callable[[str], None] = print
+    """Shows warnings."""
 
     def __post_init__(self) -> None:
         self.routes = self.possible[-1]
         self.engines.write_again = self._write_again
+        self._failed = False
 
     @property
     def together(self) -> bool:
         """Whether engines take weights while they are sent."""
         return TRANSPORTS[self.routes.transport].together
 
-    def choose(self, tell: Callable[[str], None]) -> None:
+    @property
+    def route(self) -> str:
+        """For people, and to be recorded."""
+        return self.routes.transport + (" to a second buffer" if self.together and self.ahead else "")
+
+    def choose(self) -> None:
         """Take the best transport that works here: drivers may be too old, networks closed."""
         for routes in self.possible:
             self.routes = routes
@@ -217,7 +84,7 @@ class WeightSync:
             if not error:
                 return
             self.ranks.call(PolicyRank.close_senders)
-            tell(
+            self.tell(
                 "warning: weights go through host memory, which takes longer: they cannot be sent from "
                 f"device to device ({error}); rollout.weight_transfer: file does not try it"
             )
@@ -228,24 +95,114 @@ class WeightSync:
         Without `wait`, engines that can read them later do so when they get to it, and the difference is that
         of the update before.
         """
-        if self.together:
+        if self.together and not self.ahead:
             return self._send_together(version)
-        difference = self.engines.settle()  # the files of the last update but one are about to be reused
+        # The second buffers, or the files of the last update but one, are about to be used again.
+        difference = self.engines.settle()
+        if not (self.together and self._send_to_buffers(version)):
+            self._send_files(version)
+        return self.engines.settle() if wait else difference
+
+    def _send_files(self, version: int) -> None:
         limit, prompts = self.engines.timeout, self.engines.check_prompts
-        orders = self._orders(self.routes, version, limit, prompts, self.colocated)
+        files = self.possible[-1]
+        orders = self._orders(files, version, limit, prompts, self.colocated)
         sent = self.ranks.within(limit).call_each(PolicyRank.send_weights, orders)
         logps = next(reply.logps for reply in sent if reply.logps is not None)
         if self.colocated:
             self.engines.on_all(RolloutWorker.wake, limit)
-        updates = self._updates(self.routes, [reply.update for reply in sent])
+        updates = self._updates(files, [reply.update for reply in sent])
         self.engines.send(Weights(version, updates, logps))
-        return self.engines.settle() if wait else difference
+
+    def _send_to_buffers(self, version: int) -> bool:
+        """While the engines generate; the ranks wait, and so do not change what is being sent.
+
+        Returns whether all engines have it. Those that do not are as they were before, and the ranks still
+        have this version.
+        """
+        limit, prompts = self.engines.timeout, self.engines.check_prompts
+        orders = self._orders(self.routes, version, limit, prompts)
+        announced = self.ranks.within(limit).call_each(PolicyRank.announce_weights, orders)
+        if error := next((reply.error for reply in announced if reply.error), ""):
+            return self._write_instead(version, error)
+        logps = next(reply.logps for reply in announced if reply.logps is not None)
+        updates = self._updates(self.routes, [reply.update for reply in announced])
+        orders = [replace(order, buffered=True, check_prompts=None) for order in orders]
+        # Ranks gather what is left, also of an update that has failed.
+        patience, of_ranks = limit + LEEWAY, 2 * limit + LEEWAY
+        # First: an engine that is being replaced may have to get weights from the ranks.
+        taking = [
+            self.engines.submit_beside(index, RolloutWorker.receive, update, limit)
+            for index, update in enumerate(updates)
+        ]
+        sending = in_background(
+            lambda: self.ranks.within(of_ranks).call_each(PolicyRank.send_weights, orders)
+        )
+        died, errors = self._wait_for_buffers(version, updates, taking, patience)
+        replies = sending.result()
+        errors += [reply.error for reply in replies if reply.error]
+        for task, death in died:
+            self.engines.replace(task, death)
+        if died:  # its successor has them from a file, and so do the others
+            return False
+        if errors:
+            return self._write_instead(version, errors[0])
+        sent = next(reply.update for reply in replies if reply.update is not None)
+        updates = [
+            replace(update, tensors=sent.tensors, bytes=sent.bytes, digest=sent.digest) for update in updates
+        ]
+        # From here on, an engine that dies gets them from a file.
+        self.engines.send(Weights(version, None, logps), updates, taking)
+        self._failed = False
+        return True
+
+    def _wait_for_buffers(
+        self,
+        version: int,
+        updates: Sequence[WeightUpdate],
+        taking: Sequence[WorkerTask[WorkerCall[None]]],
+        patience: float,
+    ) -> tuple[list[tuple[WorkerTask[WorkerCall[None]], WorkerDied]], list[str]]:
+        """Engines that have died meanwhile, and errors; after the first, nobody waits for the others."""
+        died: list[tuple[WorkerTask[WorkerCall[None]], WorkerDied]] = []
+        errors: list[str] = []
+        group, pending, deadline = self.engines.group, list(taking), time.monotonic() + patience
+        while pending:
+            ready = wait_any(group.watch, [task.work for task in pending], deadline)
+            if not ready:
+                errors.append(f"no end within {patience:g} s")
+                pending.clear()
+            for task in [pending.pop(number) for number in reversed(ready)]:
+                try:
+                    group.results([task.work])
+                except WorkerDied as death:
+                    died.append((task, death))
+                except WeightUpdateError as error:
+                    errors.append(str(error))
+            if died or errors:
+                reason = str(died[0][1]).splitlines()[0] if died else errors[0]
+                for source in {source for update in updates for source in update.sources}:
+                    assert isinstance(source, StoreSource)
+                    give_up(source, version, reason)
+        return died, errors
+
+    def _write_instead(self, version: int, error: str) -> bool:
+        """Files for this update; for all later ones as well where the update before has failed too."""
+        later = " and all later ones go" if self._failed else " goes"
+        self.tell(
+            f"warning: weight update {version} could not be sent from device to device ({error}); "
+            f"it{later} through host memory, which takes longer"
+        )
+        if self._failed:
+            self.routes = self.possible[-1]
+        self._failed = True
+        return False
 
     def send_again(self) -> None:
         """The newest weights to engines that have slept, and lost them by it."""
         newest = self.engines.newest
         assert newest is not None
-        if self.together:
+        if self.together:  # colocated, and so not ahead
             self._send_together(newest.version)
             return
         self.engines.on_all(RolloutWorker.wake, self.engines.timeout)
@@ -284,16 +241,24 @@ class WeightSync:
         return self.engines.verify()
 
     def _write_again(self, weights: Weights) -> Weights:
-        """For an engine that came too late for what was sent: the same weights in files."""
+        """For an engine that came too late for what was sent: what the ranks have now, in files.
+
+        Ranks that wait for responses have the same version still. Those that learn do so from a whole batch:
+        nobody needs the lost responses before they are done, and have the version that is sent next.
+        """
         limit, files = self.engines.timeout, self.possible[-1]
-        orders = self._orders(files, weights.version, limit)
-        written = self.ranks.within(limit).call_each(PolicyRank.send_weights, orders)
-        return weights._replace(updates=self._updates(files, [reply.update for reply in written]))
+        prompts = self.engines.check_prompts if self.ahead else None
+        orders = self._orders(files, weights.version, limit, prompts)
+        written = self.ranks.within(limit).call_each(PolicyRank.write_weights, orders)
+        updates = self._updates(files, [reply.update for reply in written])
+        logps = next((reply.logps for reply in written if reply.logps is not None), weights.logps)
+        return Weights(updates[0].version, updates, logps)
 
     def _rehearse(self) -> str:
         """Both sides keep the limit themselves; an engine that dies of it is replaced. Returns the error."""
         limit = min(REHEARSAL_SECONDS, self.engines.timeout)
         orders = self._orders(self.routes, REHEARSAL, limit)
+        orders = [replace(order, buffered=self.ahead) for order in orders]
         announced = self.ranks.within(limit).call_each(PolicyRank.announce_weights, orders)
         if error := next((reply.error for reply in announced if reply.error), ""):
             return error
@@ -331,7 +296,10 @@ class WeightSync:
         if len(digests := {update.digest for update in at.values()}) > 1:
             ranks = ", ".join(map(str, at))
             raise WeightUpdateError(f"ranks {ranks} gathered {len(digests)} different copies of the weights")
-        copies = self._relay(at[0], routes.hosts[0]) if routes.relays else []
+        copies: list[WeightUpdate] = []
+        if routes.relays:
+            with self.ranks.in_turn():
+                copies = self._relay(at[0], routes.hosts[0])
         return [
             copies[routes.relays[engine]]
             if engine in routes.relays

@@ -15,6 +15,7 @@ from typing import Any
 
 from isotrain.children import in_background
 from isotrain.cluster.connect import join_cluster, resource_counts
+from isotrain.cluster.cores import cores_by_machine
 from isotrain.cluster.placement import (
     Demand,
     Placement,
@@ -33,13 +34,14 @@ from isotrain.observe.environment import numerics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online.engines import engine_name
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.precheck import UserFiles
 from isotrain.trainers.online.prompt_queue import PromptQueue
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import CALLS_AT_ONCE
-from isotrain.trainers.online.weight_sync import engine_name, possible_routes
+from isotrain.trainers.online.weight_sync import possible_routes
 from isotrain.trainers.preemption import Preempted
 from isotrain.weights.file import RUN_VARIABLE, Relay, machines_without_ranks, remove_abandoned
 from isotrain.weights.update import Routes
@@ -80,12 +82,18 @@ class WorkerGroups:
         self.rewards.results(scoring, timeout)
         described = self.ranks.results(learning, timeout)
         if not self.colocated:
-            return described, next(iter(self.engines.results(generating, timeout)), {})
+            return described, self._settings(self.engines.results(generating, timeout))
         self.ranks.call(PolicyRank.offload)
-        settings = self.engines.within(timeout).call(RolloutWorker.start)[0]
+        settings = self._settings(self.engines.within(timeout).call(RolloutWorker.start))
         self.engines.call(RolloutWorker.sleep)
         self.ranks.call(PolicyRank.onload)
         return described, settings
+
+    def _settings(self, of_engines: Sequence[dict[str, str]]) -> dict[str, str]:
+        """Those of the first engine, with the cores to which each of them is bound."""
+        cores = [settings.get("cores", "") for settings in of_engines]
+        text = cores_by_machine(cores, [where.node for where in self.engines.locations])
+        return {**next(iter(of_engines), {}), **({"cores": text} if text else {})}
 
 
 def demand_of(recipe: Recipe, cluster: ClusterSection, engines: int | None = None) -> Demand:
@@ -129,7 +137,9 @@ def assemble(
 
         here = find_device(recipe.device.type)
         keep_logs = Path(recipe.output).absolute() / "logs"
-        joined = stack.enter_context(join_cluster(cluster, here, keep_logs=keep_logs, is_ending=is_ending))
+        joined = stack.enter_context(
+            join_cluster(cluster, here, ranks=recipe.device.ranks, keep_logs=keep_logs, is_ending=is_ending)
+        )
         tell(joined.introduction)
         device = device_of(joined, recipe.device.type)
         # Decided once: workers elsewhere may see other devices than this process.
@@ -149,7 +159,10 @@ def assemble(
         )
         batches = rollout.staleness + 1 if rollout.in_flight else 1  # that workers have at a time
         calls = batches + OTHER_CALLS if rollout.in_flight else 1
-        engines = in_background(lambda: group("rollout engine", RolloutWorker, writers, concurrency=calls))
+        # Weights come beside what engines generate.
+        engines = in_background(
+            lambda: group("rollout engine", RolloutWorker, writers, concurrency=calls, beside=True)
+        )
         scorers = [scorer] * scorer_count
         rewards = in_background(
             lambda: group("reward worker", RewardWorker, scorers, concurrency=batches * CALLS_AT_ONCE)
@@ -208,11 +221,10 @@ def _members(
 
 
 def _goes_by_device(recipe: Recipe, device: Device) -> bool:
-    """Whether weights go from device to device: both sides must be ready for them at the same time."""
+    """Whether weights go from device to device; SGLang's server takes files."""
     rollout = recipe.rollout
     assert rollout is not None
-    # SGLang's server takes files; with staleness, engines take weights when they have finished a batch.
-    takes = rollout.generates and rollout.engine != "sglang" and not rollout.staleness
+    takes = rollout.generates and rollout.engine != "sglang"
     return takes and device.type != "cpu" and rollout.weight_transfer == "auto"
 
 

@@ -83,6 +83,24 @@ class FinishedWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// Of a broadcast that may never end: whoever polls it can give up, as on a device.
+class RunningWork final : public c10d::Work {
+ public:
+  explicit RunningWork(WorkPtr work) : work_(std::move(work)) {}
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  bool wait(std::chrono::milliseconds timeout) override { return work_->wait(timeout); }
+  void synchronize() override { work_->wait(); }
+  Tensors result() override { return work_->result(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    work_->wait();
+    return work_->getFuture();
+  }
+
+ private:
+  WorkPtr work_;
+};
+
 WorkPtr finish(const WorkPtr& work, Tensors results) {
   work->wait();
   return c10::make_intrusive<FinishedWork>(std::move(results));
@@ -112,6 +130,8 @@ class Hccl final : public c10d::Backend {
     options_->timeout = timeout;
     gloo_->setTimeout(timeout);
   }
+  // HCCL's name for it; `abort` does nothing there.
+  void abort_hccl_comm() { gloo_->abort(); }
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
 
@@ -130,7 +150,7 @@ class Hccl final : public c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     auto data = host(tensors);
-    return finish(gloo_->broadcast(data, options), tensors);
+    return c10::make_intrusive<RunningWork>(gloo_->broadcast(data, options));
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     auto data = host(tensors);
@@ -274,7 +294,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Hccl, c10::intrusive_ptr<Hccl>, c10d::Backend> hccl(m, "ProcessGroupHCCL");
   hccl.def(py::init<BackendPtr, std::chrono::milliseconds>())
       .def_property_readonly("options", &Hccl::options)
-      .def("perform_nocolor_split", [](Hccl&, const at::Device&) {});
+      .def("perform_nocolor_split", [](Hccl&, const at::Device&) {})
+      .def("abort_hccl_comm", [](Hccl& group, const std::string&) {
+        py::gil_scoped_release others;
+        group.abort_hccl_comm();
+      });
   py::class_<Hccl::Options, c10::intrusive_ptr<Hccl::Options>, c10d::Backend::Options>(hccl, "Options")
       .def("__deepcopy__", [](const Hccl::Options& options, const py::dict&) {
         return c10::make_intrusive<Hccl::Options>(options);
