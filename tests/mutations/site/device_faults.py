@@ -138,6 +138,44 @@ def _shares_no_memory(exchange: Any) -> None:
     exchange.open_shared = refuse
 
 
+def _numbers_of_all(exchange: Any) -> None:
+    """A driver that takes a device's number in one process for its number in another."""
+    open_shared = exchange.open_shared
+
+    def wrong(described: Any, size: int, device: Any, rebuild: str) -> Any:
+        first = int((os.environ.get("ASCEND_RT_VISIBLE_DEVICES") or "0").split(",")[0])
+        return open_shared(described, size, type(device)(device.type, device.index + first), rebuild)
+
+    exchange.open_shared = wrong
+
+
+def _name_kept(exchange: Any) -> None:
+    """A library that does not forget a communicator that was aborted."""
+    make, aborted = exchange.private_group, []
+
+    def refuse(*args: Any) -> Any:
+        if aborted:
+            raise RuntimeError("the communicator isotrain-weights is in use")
+        return make(*args)
+
+    exchange.private_group = refuse
+    exchange.abort = lambda group, reason: aborted.append(reason)
+
+
+def _unstable_sort(torch: Any) -> None:
+    """Two rows with the same key change places, as in a sort that is fast and not stable."""
+    sort = torch.sort
+
+    def unstable(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        values, order = sort(tensor, *args, **kwargs)
+        if tensor.device.type != "cpu":
+            at = int((values[1:] == values[:-1]).nonzero()[0])
+            order[at : at + 2] = order[at : at + 2].flip(0)
+        return values, order
+
+    torch.sort = unstable
+
+
 def _full_disk(writer: Any) -> None:
     def save(self: Any, *args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -174,6 +212,9 @@ FAULTS: dict[str, dict[str, Patch]] = {
     "sleepless": {_HF: _sleepless},
     "stale-graphs": {"isotrain.rollout.vllm": _stale_graphs},
     "no-shared-memory": {"isotrain.device.exchange": _shares_no_memory},
+    "other-numbers": {"isotrain.device.exchange": _numbers_of_all},
+    "name-kept": {"isotrain.device.exchange": _name_kept},
+    "unstable-sort": {"torch": _unstable_sort},
     "full-disk": {"isotrain.engine.checkpoint.writer": _full_disk},
     "process-left": {_HF: _process_left},
 }

@@ -167,8 +167,8 @@ def _no_window(model: Any) -> None:
 
 
 def _prompt_token_missing(hf: Any) -> None:
-    right = hf._left_padded
-    hf._left_padded = lambda prompts: right([prompt_P[1:] for prompt_P in prompts])
+    right = hf.left_padded
+    hf.left_padded = lambda prompts: right([prompt_P[1:] for prompt_P in prompts])
 
 
 def _padding_seen(hf: Any) -> None:

@@ -93,7 +93,7 @@ def test_a_plugin_without_its_libraries_is_hidden(tmp_path: Path) -> None:
     )
     program = (
         "import subprocess, sys;"
-        "from isotrain.tools.doctor.examine import hide_a_plugin_that_cannot_load;"
+        "from isotrain.tools.doctor.plugin import hide_a_plugin_that_cannot_load;"
         "hide_a_plugin_that_cannot_load();"
         "import torch;"
         f"sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"

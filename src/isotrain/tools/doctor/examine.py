@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from isotrain.errors import DeviceError
-from isotrain.hidden_modules import hide
 from isotrain.language import listed, tr
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.doctor import rules
@@ -18,13 +16,11 @@ from isotrain.tools.doctor.facts import (
     SHARED_MEMORY,
     MachineFacts,
     collect,
-    find_toolkit,
-    is_simulated,
 )
 from isotrain.tools.doctor.matrix import TARGETS, Stack, Target
 from isotrain.tools.doctor.nearest import Nearest, nearest, too_old_for_isotrain
 from isotrain.tools.doctor.rules import LEVELS, MachineFinding, Scene, likely_target
-from isotrain.tools.doctor.system import System, ThisMachine, relevant
+from isotrain.tools.doctor.system import System, ThisMachine
 
 # Findings of one level are shown in this order.
 _CHECKS = (rules.apply, versions.check, devices.check, recipe.check, versions.check_import)
@@ -125,21 +121,6 @@ def preflight(recipe: Recipe, system: System | None = None) -> list[str]:
         for finding in findings
         if finding.level != "note" and finding.id != "simulated-device"
     ]
-
-
-def hide_a_plugin_that_cannot_load(system: System | None = None) -> None:
-    """Keep torch and transformers from importing torch_npu where its libraries are not there.
-
-    torch would import it by itself, transformers wherever it finds it, and both would end this process.
-    """
-    system = system or ThisMachine()
-    plugin = system.packages(["torch-npu"]).get("torch-npu")
-    if plugin is None or is_simulated(plugin):  # every command asks this, and nearly all end here
-        return
-    home, _ = find_toolkit(system, relevant(system.variables))
-    if home is None:
-        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-        hide("torch_npu")
 
 
 _SHOWN = re.compile("torch(-npu)?|transformers|ray|vllm(-ascend|-cpu)?|sglang|triton-ascend")

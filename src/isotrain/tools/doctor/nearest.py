@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from isotrain.errors import install_command
 from isotrain.language import tr
 from isotrain.tools.doctor.checks.versions import within_bounds
 from isotrain.tools.doctor.matrix import Stack, fits, is_exact, matrix, order
@@ -150,7 +151,7 @@ def _commands(stack: Stack, scene: Scene) -> list[str]:
             command = tr("{command}   # triton-ascend comes from Ascend", command=command)
         lines.append(command)
     if lines:
-        lines.append("pip install 'isotrain[train]'")
+        lines.append(install_command("train") + "   # in a clone of isotrain")
     return lines
 
 

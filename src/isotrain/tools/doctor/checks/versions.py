@@ -10,6 +10,7 @@ from functools import lru_cache
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from isotrain.errors import install_command
 from isotrain.language import listed, tr
 from isotrain.tools.doctor.matrix import final, fits, is_exact, matrix, order
 from isotrain.tools.doctor.rules import Level, MachineFinding, Scene
@@ -39,16 +40,14 @@ def own_bounds(scene: Scene) -> Iterator[MachineFinding]:
         used.discard(rollout.engine)  # it is installed in an environment of its own
     if not requirements():
         problem = tr("isotrain is on Python's path but not installed: its version bounds are unknown")
-        yield MachineFinding(
-            "not-installed", "warning", problem, tr("pip install isotrain, or -e . in a clone")
-        )
+        yield MachineFinding("not-installed", "warning", problem, install_command("train"))
     for extra, requirement in requirements():
         if extra not in used:
             continue
         name = requirement.name
         version = packages.get(name) or packages.get(_STAND_INS.get(name, ""))
         if version is None:
-            command = remedy = f"pip install 'isotrain[{extra}]'"
+            command = remedy = install_command(extra)
             if name == "sglang":
                 remedy = tr(
                     "{command} in its own environment, and set rollout.server_python to the Python there",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from isotrain.errors import install
 from isotrain.tools.doctor.self_test.verdicts import SelfTestSetting
 
 # Some twenty processes start, five of them with vLLM, which takes minutes on an NPU.
@@ -29,7 +30,7 @@ def _vllm(setting: SelfTestSetting) -> Reason:
 
 
 def _ray(_: SelfTestSetting) -> Reason:
-    return "" if find_spec("ray") else "it needs Ray: pip install 'isotrain[online]'"
+    return "" if find_spec("ray") else f"it needs Ray: {install('online')}"
 
 
 def _cluster(setting: SelfTestSetting) -> Reason:
@@ -70,6 +71,16 @@ PARTS: tuple[SelfTestPart, ...] = (
         },
         180,
     ),
+    SelfTestPart("experts", {"experts": "rows of a mixture come to experts in the host's order"}, 180),
+    SelfTestPart(
+        "sharing",
+        {
+            "shared-memory": "processes that see some devices read memory of one that sees all",
+            "communicator": "after a broadcast that fails, a group of the same name works",
+        },
+        240,
+        independent=True,
+    ),
     SelfTestPart(
         "rollout",
         {
@@ -96,8 +107,9 @@ PARTS: tuple[SelfTestPart, ...] = (
     SelfTestPart(
         "runs",
         {
-            "colocated-save": "GRPO with rollout and training on one device saves, and resumes",
+            "colocated-save": "GRPO with rollout and training on the same devices saves, and resumes",
             "weight-route": "weights go to engines from device to device, not through files",
+            "engine-cores": "engines of one machine are not bound to the same cores",
         },
         600,
         _ray,

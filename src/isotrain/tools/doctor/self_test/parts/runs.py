@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isotrain.children import module_command
+from isotrain.cluster.cores import shared_cores
 from isotrain.device.detect import choose_device
 from isotrain.engine.checkpoint.layout import MARKER, step_directory
 from isotrain.observe.metrics import read_metrics
@@ -109,8 +110,11 @@ def colocated(setting: SelfTestSetting) -> None:
     stage_of = Reporter(setting.verdicts, independent=True).stage
     output = setting.directory / "grpo"
     settings = (*_grpo_settings(setting), "data.batch_size=8", "cluster.address=local")
+    # Two, where there are two: engines of one machine can be in each other's way.
+    together = 1 if setting.device == "cpu" else min(2, setting.devices)
     with stage_of("colocated-save") as stage:
-        _save_and_resume(stage, setting, output, *settings, "cluster.placement=colocated")
+        placed = ("cluster.placement=colocated", f"device.ranks={together}", f"rollout.engines={together}")
+        _save_and_resume(stage, setting, output, *settings, *placed)
     with stage_of("weight-route") as stage:
         if setting.device == "cpu":
             raise StageSkipped("on the host there is no device memory between which weights could go")
@@ -121,6 +125,10 @@ def colocated(setting: SelfTestSetting) -> None:
             train(setting, "tiny-grpo", output, *settings, *apart)
             ways.append(_check_route(output, "broadcast"))
         stage.result = "; ".join(ways)
+    with stage_of("engine-cores") as stage:
+        if together < 2:
+            raise StageSkipped("there is one engine; it needs two")
+        stage.result = _check_cores(setting.directory / "grpo", together)
 
 
 def _save_and_resume(stage: Stage, setting: SelfTestSetting, output: Path, *settings: str) -> None:
@@ -157,6 +165,18 @@ def _check_route(output: Path, expected: str) -> str:
             f"{(warnings or ['the run does not say why'])[0]}"
         )
     return f"{output.name} by {expected}"
+
+
+def _check_cores(output: Path, engines: int) -> str:
+    """Engines may bind themselves to cores, some of them on ARM by what they see of the machine."""
+    starts = RunDirectory(output).starts()
+    if not any("weights by" in start["device"]["rollout"] for start in starts):
+        raise StageSkipped(f"{output.name} did not come to send weights")
+    for start in starts:
+        if cores := shared_cores(start["device"]["rollout"]):
+            raise StageFailed(f"engines of {output.name} are bound to the same cores: {cores}")
+    bound = {start["device"]["rollout"].get("cores") for start in starts} - {None}
+    return f"{engines} engines, {'cores ' + ', '.join(sorted(bound)) if bound else 'not bound to cores'}"
 
 
 def _log(output: Path) -> list[str]:
