@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import npusim
@@ -47,6 +48,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def device_type(request: pytest.FixtureRequest) -> str:
     """Every test that trains runs on the host and on the simulated accelerator."""
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def signals_left_alone() -> Iterator[None]:
+    """A test that leaves Ctrl-C ignored or blocked fails: processes of later tests would inherit that."""
+    yield
+    left = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    if left != (signal.default_int_handler, set()):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        pytest.fail(f"signals are left as {left}")
 
 
 @pytest.fixture(scope="session", autouse=True)

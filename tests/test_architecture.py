@@ -32,6 +32,8 @@ TOOLS: dict[str, set[str]] = {
     "tools.imports": {"recipe", "observe"},
     "tools.doctor": {"recipe", "observe"},
     "tools.doctor.self_test": {*TRAINING, "tools.doctor", "tools.probes"},
+    "tools.evaluate": TRAINING,
+    "tools.mismatch": {*TRAINING, "tools.probes"},
     "tools.plan": TRAINING,
     "tools.probes": {"recipe", "observe", "models", "engine"},
     "tools.view": {"recipe", "observe", "data"},
@@ -69,7 +71,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 # what is set on a layer's own config.
 READS_MODELS = {
     *("models", "engine", "weights", "rollout", "trainers", "api"),
-    *("tools.plan", "tools.probes", "tools.doctor.self_test"),
+    *("tools.plan", "tools.probes", "tools.doctor.self_test", "tools.evaluate"),
 }
 OF_THE_WHOLE = {
     *("model_type", "architectures", "dtype", "save_pretrained", "quantization_config", "num_labels"),

@@ -137,10 +137,12 @@ PREFERENCE = ("ratio_float32", "losses_agree", "step_s")
 CASES = {
     "asynchrony": Case(("ratio_in_flight", "ratio_colocated", "rewards", "rewards_agree"), minutes=20),
     "chaos": Case(("faults", "responses", "metrics", "left"), met=True, minutes=30),
-    "checkpoint_writing": Case(("one_pass_s", "read_back_s")),
+    "checkpoint_writing": Case(("one_pass_s", "read_back_s", "host_memory")),
     "compiled_layers": Case(("first_seconds",)),
     "controller": Case(("seconds", "parts_s", "bytes_a_trajectory", "calls", "step_s")),
+    "evaluate_overhead": Case(("scores_equal", "seconds", "responses"), minutes=15),
     "episodes": Case(("seconds_overlapped", "idle_in_rounds"), minutes=15),
+    "distillation_memory": Case(("gib", "matrix_gib", "means_agree")),
     "dispatch_budget": Case(("weights", "training", "sampling"), met=True, simulated_npu=True, minutes=20),
     "fused": Case(("max_loss_difference", "first_loss", "last_loss"), met=True, simulated_npu=True),
     "gsm8k_format": Case(("correct", "count")),
@@ -152,6 +154,7 @@ CASES = {
     "mutants": Case(("killed",), arguments=("src/isotrain/algorithms/kl.py", "tests/algorithms/test_kl.py")),
     "parity_baseline": Case(("reruns", "answers", "bytes"), rows=True),
     "parity_calibration": Case(("designed", "worst"), rows=True),
+    "mismatch_causes": Case(("named", "injected", "false_accusations"), met=True, minutes=15),
     "parity_honest": Case(("pairs", "called", "different_95", "left_out", "bugs"), met=True, minutes=15),
     "parity_length": Case(("equivalent", "false_alarms", "different", "missed"), rows=True),
     "parity_power": Case(("calls", "without_verdict", "training_s"), minutes=20),
@@ -160,8 +163,10 @@ CASES = {
     "plan_sizes": Case(("plans",)),
     "record_overhead": Case(("plain_step_s", "recording_step_s", "record_s"), minutes=15),
     "rollout_overhead": Case(("responses_equal", "seconds", "tokens"), minutes=15),
+    "router_replay": Case(("disagreement", "gap_with", "gap_without")),
     "sandbox": Case(("sandbox_ms", "plain_ms", "per_second")),
     "simulated_scale": Case(("figures", "free_figures", "by_source")),
+    "startup": Case(("processor_s", "wall_s", "slowest")),
     "stale_weights": Case(("lost", "honest", "value")),
     "supervised_overhead": Case(("losses_equal", "bare_step_s", "isotrain_step_s"), minutes=15),
     "truth_memory": Case(("peak_gb", "plan_gb", "plan_7b_gb"), met=True),
@@ -178,7 +183,7 @@ CASES = {
     "work_stealing": Case(("seconds", "engines", "prompts"), minutes=15),
 }
 # Wherever one of these is told, it holds whatever else the machine does.
-ALWAYS = ("losses_equal", "losses_agree", "responses_equal")
+ALWAYS = ("losses_equal", "losses_agree", "responses_equal", "scores_equal", "means_agree")
 
 
 def test_every_benchmark_has_a_case() -> None:

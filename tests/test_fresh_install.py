@@ -74,7 +74,7 @@ def test_without_torch(tmp_path: Path) -> None:
         [python, "-c", PROGRAM], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    said = "this needs the package 'torch': pip install 'isotrain[train]'"
+    said = "this needs the package 'torch': pip install '.[train]' in a clone of isotrain"
     assert done.stdout.splitlines()[-1] == f"missing-torch equivalent different | {said}"
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -64,7 +64,10 @@ STAND_INS = {
     "tests/trainers/online/test_recovery.py::Ranks": StandIn((GROUP, TIMED)),
     "tests/trainers/online/test_replay.py::Inventor": StandIn((MAKER,), ("make",)),
     "tests/trainers/online/test_shared_output.py::Ranks": StandIn((GROUP,)),
-    "tests/trainers/online/test_weight_sync.py::Late": StandIn((GROUP, f"{ONLINE}.weight_sync:Engines")),
+    "tests/trainers/online/test_weight_sync.py::Buffering": StandIn(
+        (GROUP, TIMED, f"{ONLINE}.engines:Engines")
+    ),
+    "tests/trainers/online/test_weight_sync.py::Late": StandIn((GROUP, f"{ONLINE}.engines:Engines")),
     "tests/trainers/online/test_weight_sync.py::Rehearsing": StandIn((GROUP, TIMED), ("submit", "result")),
     "tests/trainers/online/test_weight_updates.py::FaultyWorker": StandIn((WORKER,), ("die",)),
     "tests/trainers/online/test_worker_groups.py::Group": StandIn((GROUP, TIMED)),

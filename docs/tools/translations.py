@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Made from the code, with messages in English: the Chinese page is an introduction to them, without a digest.
 GENERATED = ("docs/recipe-reference.md", "docs/stacks.md", "docs/support-matrix.md")
 # Shown in English on the Chinese site.
-ENGLISH_ONLY: tuple[str, ...] = ()
+ENGLISH_ONLY: tuple[str, ...] = ("docs/model-types.md",)
 NOTE = re.compile(r"\A<!-- (\S+) sha256:([0-9a-f]{64}) -->\n")
 
 

@@ -7,6 +7,19 @@ from isotrain.language import Message
 
 _CREDENTIALS = re.compile(r"://[^/\s'\"]*@")
 
+# Not yet on PyPI, where anybody could take the name: the release changes this line.
+_ON_PYPI = False
+
+
+def install_command(extra: str) -> str:
+    return f"pip install '{'isotrain' if _ON_PYPI else '.'}[{extra}]'"
+
+
+def install(extra: str) -> str:
+    """How to install isotrain with an extra, for a sentence."""
+    return install_command(extra) + ("" if _ON_PYPI else " in a clone of isotrain")
+
+
 RETRYABLE = 75
 """Exit code of an error that may not come again: EX_TEMPFAIL in sysexits.h."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from isotrain.api import Metrics
 from isotrain.api.functions import FILE, function_path
 from isotrain.errors import RewardError
 from isotrain.rewards.function import load_function, read_source
@@ -88,3 +89,9 @@ def test_a_function_typed_at_a_prompt(tmp_path: Path) -> None:
         RewardError, match=r"cannot find the source text of score.*reward.function.path=reward.py:score"
     ):
         function_path(made["score"], tmp_path)
+
+
+def test_metrics_are_one_line_in_a_notebook() -> None:
+    rows = [{"step": float(step), "train/loss": 1.0, "train/lr": 0.1} for step in range(1, 1001)]
+    assert repr(Metrics(rows)) == "Metrics(steps 1 to 1000, 3 names such as train/loss, train/lr)"
+    assert repr(Metrics([])) == "Metrics(no steps)"

@@ -36,7 +36,7 @@ def test_a_broken_machine_gets_commands_that_mend_it() -> None:
         "published for CANN 8.1.RC1: torch 2.5.1",
         "nearest complete stack: vllm-ascend 0.23.0 (published)",
         "    pip install torch==2.10.0\n",
-        "pip install 'isotrain[train]'\n",
+        "pip install '.[train]'   # in a clone of isotrain\n",
     ):
         assert words in result.output, result.output
 

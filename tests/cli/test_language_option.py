@@ -242,3 +242,8 @@ def test_json_of_parity_stays_english(tmp_path: Path) -> None:
     shown = json.loads(outputs[0])
     assert outputs[0] == outputs[1] and shown["words"].startswith("Reject: the runs end up apart")
     assert shown["question"] == "outcome"
+
+
+def test_a_line_without_translation_is_english_as_a_whole(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["--lang", "zh", "runs", str(tmp_path / "none")])
+    assert done.exit_code == 1 and done.output.startswith("error: there is no directory ")

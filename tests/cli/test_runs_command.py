@@ -43,6 +43,15 @@ def test_runs_lists_state_step_and_metrics(run: RunDirectory) -> None:
     assert "there is no directory" in said("runs", "nowhere", code=1)
 
 
+def test_a_run_is_one_line_in_a_narrow_terminal(run: RunDirectory) -> None:
+    line = json.dumps({"step": 2, **{f"train/metric_{number}": 1.0 for number in range(20)}})
+    run.metrics.write_text(line + "\n")
+    done = CliRunner().invoke(app, ["runs", str(run.path.parent)], env={"COLUMNS": "80"})
+    lines = done.output.rstrip().splitlines()
+    assert all(len(text) <= 80 for text in lines), done.output
+    assert sum("failed" in text or "sft" in text for text in lines) == 1
+
+
 def test_logs_prints_the_last_lines(run: RunDirectory) -> None:
     text = said("logs", str(run.path))
     assert "warning: look" in text and "step 1/3  loss 2.0000" in text and "failed: ValueError" in text

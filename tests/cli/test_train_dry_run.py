@@ -148,7 +148,10 @@ def test_works_where_torch_is_not_installed(arguments: list[str]) -> None:
 def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
     done = without_torch("train", "tiny-sft", f"output={tmp_path}/run")
     assert done.returncode == 1
-    assert done.stderr == "error: this needs the package 'torch': pip install 'isotrain[train]'\n"
+    assert (
+        done.stderr
+        == "error: this needs the package 'torch': pip install '.[train]' in a clone of isotrain\n"
+    )
 
 
 def test_the_recipe_and_its_text_are_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -207,3 +210,16 @@ def test_the_recipe_with_a_tool_is_valid_with_it_and_without(tool: bool) -> None
     assert done.exit_code == 0, done.output
     assert ("calculator.py:Calculator" in done.output) == tool
     assert ('"prompt_without_tool"' in done.output) != tool
+
+
+def test_a_device_that_is_none_is_refused_by_name() -> None:
+    done = CliRunner().invoke(app, ["train", "tiny-sft", "device.type=gpu", "--dry-run"])
+    assert done.exit_code == 1 and "unknown device 'gpu'; did you mean 'cuda'?" in done.output
+
+
+def test_one_step_is_not_steps() -> None:
+    one, two = (
+        CliRunner().invoke(app, ["train", "tiny-sft", f"trainer.steps={n}", "--dry-run"]).output
+        for n in (1, 2)
+    )
+    assert "1 step\n" in one and "2 steps\n" in two

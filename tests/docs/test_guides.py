@@ -49,10 +49,8 @@ def understand(words: list[str]) -> None:
     """Verb, options and, where there is a recipe, its changes; nothing is run."""
     command: Any = typer.main.get_command(app)
     name, rest = "isotrain", list(words)
-    while hasattr(command, "get_command"):
-        found = command.get_command(command.make_context(name, [], resilient_parsing=True), rest[0])
-        assert found is not None, rest[0]
-        name, command, rest = rest[0], found, rest[1:]
+    while hasattr(command, "resolve_command"):
+        name, command, rest = command.resolve_command(typer.Context(command, info_name=name), rest)
     parsed = command.make_context(name, rest).params
     if name in ("train", "plan", "preview") and parsed["recipe"] != "my.yaml":
         load_recipe(library.find(parsed["recipe"]), parsed["overrides"])

@@ -1,10 +1,12 @@
-"""Ctrl-C: a checkpoint that is being written is finished, and the user is told how to go on."""
+"""Ctrl-C: the run saves a checkpoint, as on SIGTERM, and the user is told how to go on."""
 
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -42,26 +44,70 @@ def test_only_a_checkpoint_that_is_being_written_is_waited_for_in_words(tmp_path
     assert said.getvalue() == FINISHING + "\n"
 
 
-def test_ctrl_c_says_how_to_go_on(tiny: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(tiny, tmp_path / "run", "cpu", trainer={"steps": 100_000, "save_every": 1})
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_and_says_how_to_go_on(tiny: Path, tmp_path: Path, ranks: int) -> None:
+    """Sent to the whole group, as a terminal does."""
+    run = started(tiny, tmp_path, ranks)
+    os.killpg(run.pid, signal.SIGINT)
     checkpoints = tmp_path / "run" / "checkpoints"
-    run = subprocess.Popen(
-        command("train", str(write_recipe(recipe, tmp_path / "recipe.yaml"))),
-        env=npusim.environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     try:
-        deadline = time.monotonic() + 120
-        while len(steps_in(checkpoints)) < 2:
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        run.send_signal(signal.SIGINT)
         _, said = run.communicate(timeout=60)
     finally:
         run.kill()
-    assert run.returncode == 130
-    assert said.endswith(f"the same command resumes after step {steps_in(checkpoints)[0]}\ninterrupted\n"), (
-        said
-    )
+    assert run.returncode == 130, said
+    (step,) = steps_in(checkpoints)
+    if ranks == 1:
+        assert f"Ctrl-C: saving a checkpoint after step {step}, ending within" in said
+        assert "Ctrl-C again ends at once" in said and "SIGTERM" not in said
+    assert said.endswith(f"the same command resumes after step {step}\ninterrupted\n"), said
     assert not list(checkpoints.glob(".writing-*"))
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    program = """
+import time
+from isotrain.trainers.preemption import preemptible
+
+with preemptible(60, closing=1) as preemption:
+    preemption.begin(1)
+    print("step", flush=True)
+    while not preemption.requested:
+        time.sleep(0.01)
+    print("asked", flush=True)
+    time.sleep(50)  # a step that takes its time
+"""
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    try:
+        for line in ("step\n", "asked\n"):
+            assert run.stdout.readline() == line
+            run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=20)
+    finally:
+        run.kill()
+    assert run.returncode == -signal.SIGINT
+    assert said.startswith("Ctrl-C: saving a checkpoint after step 1") and said.endswith(
+        "KeyboardInterrupt\n"
+    )
+
+
+def started(tiny: Path, work: Path, ranks: int) -> subprocess.Popen[str]:
+    """A run that saves nothing by itself, after its second step."""
+    recipe = tiny_recipe(
+        tiny, work / "run", "cpu", device={"ranks": ranks}, trainer={"steps": 100_000, "save_every": 100_000}
+    )
+    metrics = work / "run" / "metrics.jsonl"
+    run = subprocess.Popen(
+        command("train", str(write_recipe(recipe, work / "recipe.yaml"))),
+        env=npusim.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return run

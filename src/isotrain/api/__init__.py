@@ -17,13 +17,12 @@ from isotrain.errors import DataError, RecipeError
 from isotrain.observe.metrics import read_metrics
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe import library
-from isotrain.recipe.document import to_yaml
+from isotrain.recipe.document import read_source, to_yaml
 from isotrain.recipe.load import (
     check_values,
     load_resolved,
     parse_recipe,
     path_override,
-    read_source,
     resolved,
 )
 from isotrain.recipe.schema import Recipe
@@ -42,6 +41,13 @@ class Metrics:
     """A table with a row for each step; not every metric is there at every step."""
 
     rows: list[dict[str, float]]
+
+    def __repr__(self) -> str:
+        """Short, for notebooks: the rows of a run fill pages."""
+        if not self.rows:
+            return "Metrics(no steps)"
+        steps = f"steps {self.rows[0]['step']:g} to {self.rows[-1]['step']:g}"
+        return f"Metrics({steps}, {len(self.names)} names such as {', '.join(self.names[1:4])})"
 
     @property
     def names(self) -> list[str]:
@@ -102,7 +108,11 @@ class Run:
         self, out: str | os.PathLike[str], step: int | None = None, *, adapter_only: bool = False
     ) -> Path:
         """Write a checkpoint, the newest by default, as a model that transformers and vLLM load."""
-        from isotrain.engine.export import export_run  # torch comes in only here
+        if not RunDirectory(self.path).resolved.is_file():  # before torch comes in
+            raise DataError(
+                f"{self.path} is not a run directory: give the `output` of a recipe that was trained"
+            )
+        from isotrain.engine.export import export_run
 
         return export_run(self.path, Path(out), step, adapter_only)
 

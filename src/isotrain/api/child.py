@@ -20,7 +20,7 @@ from pathlib import Path
 from isotrain import errors
 from isotrain.children import die_with_parent, module_command
 from isotrain.engine.checkpoint.layout import resume_hint
-from isotrain.errors import IsotrainError, LaunchError, PreemptedError
+from isotrain.errors import IsotrainError, LaunchError, PreemptedError, install
 from isotrain.language import said, tr
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved, write_resolved
@@ -41,7 +41,7 @@ _INTERRUPTED = 130
 # A variable for a terminal of this process must not make the child draw a bar into a pipe.
 _PIPE = {"PYTHONIOENCODING": "utf-8", "FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}
 
-# Packages that `pip install isotrain` leaves out, and the extra that brings them.
+# Packages that a plain installation leaves out, and the extra that brings them.
 _EXTRAS = {
     "datasets": "hub",
     "tensorboard": "tensorboard",
@@ -81,7 +81,7 @@ def train_here(recipe: Recipe, source: str) -> None:
                 print(f"warning: while the run was ending: {error}", file=sys.stderr)
             preemption.announce()
             preemption.say_last_words()
-            raise Preempted from error
+            raise (KeyboardInterrupt if preemption.interrupted else Preempted) from error
 
 
 def train_in_child(recipe: Recipe, source: str) -> None:
@@ -120,7 +120,7 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
     package = (error.name or "").partition(".")[0]
     if package in ("", "isotrain"):
         return None
-    return f"this needs the package {package!r}: pip install 'isotrain[{_EXTRAS.get(package, 'train')}]'"
+    return f"this needs the package {package!r}: {install(_EXTRAS.get(package, 'train'))}"
 
 
 def _relay(process: subprocess.Popen[bytes]) -> None:
@@ -158,7 +158,7 @@ def _error(path: Path, code: int) -> IsotrainError:
 
 
 def _main(job: Path) -> int:
-    from isotrain.tools.doctor.examine import hide_a_plugin_that_cannot_load
+    from isotrain.tools.doctor.plugin import hide_a_plugin_that_cannot_load
 
     die_with_parent(int(os.environ[_LAUNCHER]))
     hide_a_plugin_that_cannot_load()

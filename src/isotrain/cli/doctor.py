@@ -19,8 +19,9 @@ from isotrain.cli.arguments import AsJson
 from isotrain.errors import DataError
 from isotrain.language import said, tr
 from isotrain.terminal import rich_console
-from isotrain.tools.doctor.examine import Report, describe, has_vllm, hide_a_plugin_that_cannot_load
+from isotrain.tools.doctor.examine import Report, describe, has_vllm
 from isotrain.tools.doctor.matrix import TARGETS, Status
+from isotrain.tools.doctor.plugin import hide_a_plugin_that_cannot_load
 from isotrain.tools.doctor.rules import MachineFinding
 from isotrain.tools.doctor.self_test import folder as folders
 from isotrain.tools.doctor.self_test.folder import CONTENTS, MACHINE, Results, clean_machine

@@ -9,28 +9,19 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 import isotrain
-from isotrain.api.child import missing_package
-from isotrain.cli.arguments import Overrides, RecipeName, command_with
-from isotrain.cli.doctor import doctor
-from isotrain.cli.parity import app as parity
-from isotrain.cli.parity_certify import certify, contribute, sign, verify
-from isotrain.cli.parity_runs import probe, record, replay, sampler, truth
-from isotrain.cli.plan import plan
-from isotrain.cli.prepare import app as prepare
-from isotrain.cli.recipes import export_config, import_recipe, recipes
-from isotrain.cli.runs import export, logs, runs, view
-from isotrain.cli.train import train
+from isotrain.cli.verbs import VERBS, LazyGroup
 from isotrain.errors import RETRYABLE, IsotrainError
 from isotrain.language import Language, said, tr, using, words_of
 from isotrain.terminal import guard, guarded, rich_console, visible
-from isotrain.tools.doctor.examine import hide_a_plugin_that_cannot_load
 
 
-class CleanErrors(TyperGroup):
+class CleanErrors(LazyGroup):
     """A group whose commands end user errors with a message instead of a traceback."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(verbs=VERBS, **settings)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         with guarded():
@@ -50,37 +41,41 @@ class CleanErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except IsotrainError as error:
-            _say(said(tr("error: {message}", message=words_of(error))))
-            raise typer.Exit(RETRYABLE if error.may_pass and not _is_parity(ctx) else _failed(ctx)) from None
+            _say(_error_line(words_of(error)))
+            raise typer.Exit(
+                RETRYABLE if error.may_pass and not _has_verdict(ctx) else _failed(ctx)
+            ) from None
         except OSError as error:
             if error.filename is None:  # of no file that a user could do something about
                 raise
             reason = f"{_path_of(error)}: {error.strerror}"
-            _say(said(tr("error: {message}", message=reason)))
+            _say(_error_line(reason))
             raise typer.Exit(_failed(ctx)) from None
         except ModuleNotFoundError as error:
+            from isotrain.api.child import missing_package
+
             if (words := missing_package(error)) is None:
                 raise
-            _say(said(tr("error: {message}", message=words)))
+            _say(_error_line(words))
             raise typer.Exit(_failed(ctx)) from None
         except KeyboardInterrupt:
             _say(said(tr("interrupted")))
             raise typer.Exit(130) from None
         except Exception as error:
             # An exit and a wrong option are exceptions too, with codes of their own.
-            if not _is_parity(ctx) or hasattr(error, "exit_code") or isinstance(error, typer.Abort):
+            if not _has_verdict(ctx) or hasattr(error, "exit_code") or isinstance(error, typer.Abort):
                 raise
             traceback.print_exc()
             raise typer.Exit(_failed(ctx)) from None
 
 
-def _is_parity(ctx: Any) -> bool:
-    return bool(ctx.invoked_subcommand == "parity")
+def _has_verdict(ctx: Any) -> bool:
+    return ctx.invoked_subcommand in ("parity", "mismatch")
 
 
 def _failed(ctx: Any) -> int:
-    """The exit code of a command that failed: of parity's, 1 says `different`, and no failure is that."""
-    return 2 if _is_parity(ctx) else 1
+    """The exit code of a command that failed: where 1 is a verdict, no failure may be that."""
+    return 2 if _has_verdict(ctx) else 1
 
 
 app = typer.Typer(
@@ -97,30 +92,6 @@ app = typer.Typer(
         "Errors end with a message; ISOTRAIN_DEBUG=1 shows the traceback."
     ),
 )
-for verb in (train, view, recipes, doctor, plan, runs, logs):
-    app.command()(verb)
-app.add_typer(prepare, name="prepare")
-for part in (record, replay, probe, truth, sampler, contribute, verify, sign):
-    parity.command()(part)
-parity.command(cls=command_with(**{"from": 0, "candidate": 0}))(certify)
-app.add_typer(parity, name="parity")
-
-
-@app.command()
-def preview(
-    recipe: RecipeName,
-    overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many samples to show.")] = 3,
-) -> None:
-    """Show the first training samples token by token, and which tokens have loss."""
-    from isotrain.cli.preview import preview as show
-
-    show(recipe, overrides or [], rows)
-
-
-app.command()(export)
-app.command("import")(import_recipe)
-app.command()(export_config)
 
 
 @contextmanager
@@ -132,6 +103,11 @@ def _visible_words() -> Iterator[None]:
         if hasattr(error, "format_message"):
             error.message = visible(str(error.message))  # type: ignore[attr-defined]
         raise
+
+
+def _error_line(message: str) -> str:
+    """In one language: what has no translation is not put behind a translated word."""
+    return f"error: {message}" if message.isascii() else said(tr("error: {message}", message=message))
 
 
 def _path_of(error: OSError) -> str:
@@ -162,6 +138,8 @@ def _options(
     context.with_resource(using(lang))
     # The doctor examines broken plug-ins; every other command runs without them.
     if context.invoked_subcommand != "doctor":
+        from isotrain.tools.doctor.plugin import hide_a_plugin_that_cannot_load
+
         hide_a_plugin_that_cannot_load()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from isotrain.cli.arguments import AsJson, command_with, paths_of
+from isotrain.cli.arguments import AsJson, paths_of
 from isotrain.errors import DataError
 from isotrain.language import Language, padded, said, tr
 from isotrain.terminal import rich_console
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from isotrain.tools.parity.compare.statistics import Apart
     from isotrain.tools.parity.report.acceptance import Acceptance
     from isotrain.tools.parity.verdict import Verdict
-
-app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or from two frameworks.")
 
 _SHOWN_CHANGES = 12
 # Of the columns of a window, so that the tables of several metrics stand below each other.
@@ -120,7 +118,6 @@ def _pair(text: str, option: str = "--pair") -> tuple[Path, Path]:
     return paths[0], paths[1]
 
 
-@app.command(cls=command_with(pair=2, dump=2))
 def compare(
     first: First,
     second: Second,
@@ -187,7 +184,6 @@ def compare(
     raise typer.Exit(verdict.exit_code)
 
 
-@app.command()
 def baseline(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Reruns of one recipe with other seeds.")],
     out: Annotated[Path, Option(metavar="FILE", help="The file to write, such as baseline.json.")],

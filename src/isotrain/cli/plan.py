@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from isotrain.cli.arguments import Overrides, RecipeName
-from isotrain.device.vendors import DEVICES
+from isotrain.device.vendors import DEVICES, device_named
 from isotrain.errors import PlanError
 from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe
@@ -41,12 +41,12 @@ def plan(
 
         isotrain plan my.yaml --devices 64 --memory 64GB --search
     """
-    from isotrain.tools.plan.plan import device_named, make_plan
-    from isotrain.tools.plan.plan import search as search_plans
-
     kind = device_named(device)
     size = _gigabytes(memory) if memory else kind.memory_gb
     given = load_recipe(library.locate(recipe), [*(overrides or []), f"device.ranks={devices}"])
+    from isotrain.tools.plan.plan import make_plan  # torch comes in only here
+    from isotrain.tools.plan.plan import search as search_plans
+
     if not search:
         result = make_plan(given, devices, kind, size)
     else:
@@ -99,6 +99,16 @@ def _show(result: RecipePlan, searched: bool) -> None:
             f"{engines.weights_gb:.1f} GB of weights and {max(0.0, engines.cache_gb):.1f} GB of cache, for "
             f"{engines.responses} of the longest responses"
         )
+        if engines.buffer_gb:
+            room = (
+                ""
+                if engines.has_room
+                else (
+                    "; there is no room for it: weights will go through files, unless you lower "
+                    "rollout.memory_utilization"
+                )
+            )
+            console.print(f"  {engines.buffer_gb:.1f} GB for weights that come while it generates{room}")
     times = Table("time of a step", "seconds", box=None, header_style="bold", pad_edge=False)
     for name, seconds in result.time.seconds.items():
         times.add_row(name, f"{seconds:.1f}")

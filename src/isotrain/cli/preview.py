@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
+from typer import Option
 
 from isotrain.api import load_recipe
+from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.errors import DataError
 from isotrain.terminal import rich_console
 
@@ -30,20 +32,24 @@ SIDES = {"pairs": ("chosen", "rejected"), "responses": ("response",), "steps": (
 _SIGNS = f"{_BETWEEN} token boundary  · space  ⏎ newline  ⇥ tab"
 
 
-def preview(name: str, overrides: list[str], rows: int) -> None:
-    """Print the first `rows` training samples of a recipe, or the first prompts of an online one."""
-    from isotrain.models.load import load_tokenizer, model_directory
+def preview(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    rows: Annotated[int, Option(min=1, help="How many samples to show.")] = 3,
+) -> None:
+    """Show the first training samples token by token, and which tokens have loss."""
+    checked = load_recipe(recipe, *(overrides or []))
+    from isotrain.models.load import load_tokenizer, model_directory  # torch comes in only here
     from isotrain.recipe.online import OnlineSection
     from isotrain.recipe.preference import PreferenceSection
 
-    recipe = load_recipe(name, *overrides)
-    tokenizer = load_tokenizer(model_directory(recipe.model.path))
-    if isinstance(recipe.algorithm, OnlineSection):
-        _preview_prompts(recipe, tokenizer, rows)
-    elif isinstance(recipe.algorithm, PreferenceSection):
-        _preview_preferences(recipe, recipe.algorithm, tokenizer, rows)
+    tokenizer = load_tokenizer(model_directory(checked.model.path))
+    if isinstance(checked.algorithm, OnlineSection):
+        _preview_prompts(checked, tokenizer, rows)
+    elif isinstance(checked.algorithm, PreferenceSection):
+        _preview_preferences(checked, checked.algorithm, tokenizer, rows)
     else:
-        _preview_samples(recipe, tokenizer, rows)
+        _preview_samples(checked, tokenizer, rows)
 
 
 def _preview_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:

@@ -6,20 +6,19 @@ import json
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from isotrain.api import load_recipe
 from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.errors import RecipeError
 from isotrain.recipe import library
 from isotrain.terminal import rich_console
-from isotrain.tools.imports.convert import Imported, convert
-from isotrain.tools.imports.draft import KeyFinding
-from isotrain.tools.imports.export import to_verl
-from isotrain.tools.imports.read import read_bytes
+
+if TYPE_CHECKING:
+    from isotrain.tools.imports.convert import Imported
+    from isotrain.tools.imports.draft import KeyFinding
 
 
 def recipes(
@@ -113,6 +112,9 @@ def import_recipe(
 
         isotrain import openrlhf - < run.sh
     """
+    from isotrain.tools.imports.convert import convert
+    from isotrain.tools.imports.read import read_bytes
+
     result = convert(read_bytes(source), framework.value, version, rows, _variables(set_variables or []))
     if out is not None:
         write_new(out, result.recipe, force)
@@ -157,6 +159,9 @@ def export_config(
 
         isotrain export-config gsm8k-grpo-8x --to verl --out run_verl.sh
     """
+    from isotrain.api import load_recipe
+    from isotrain.tools.imports.export import to_verl
+
     result = to_verl(load_recipe(recipe, *(overrides or [])))
     if out is not None:
         write_new(out, result.script, force)

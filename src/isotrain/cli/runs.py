@@ -18,7 +18,6 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from isotrain.api import Run
 from isotrain.cli.arguments import RunPath
 from isotrain.errors import DataError
 from isotrain.files import open_regular
@@ -68,8 +67,8 @@ def _show(states: list[RunStatus]) -> None:
             Text(run.algorithm),
             Text(run.state, style=_COLOURS.get(run.state, "")),
             Text(f"{run.step}/{run.steps}" if run.steps else str(run.step)),
-            Text(run.metrics),
-            Text(run.waiting[:200]),
+            Text(run.metrics, no_wrap=True, overflow="ellipsis"),
+            Text(run.waiting[:200], no_wrap=True, overflow="ellipsis"),
             Text(_ago(run.seconds)),
         )
     rich_console().print(table)
@@ -133,6 +132,8 @@ def export(
 
         isotrain export runs/tiny-sft --out models/tiny-sft
     """
+    from isotrain.api import Run
+
     typer.echo(f"wrote {Run(run).export(out, step, adapter_only=adapter)}")
 
 

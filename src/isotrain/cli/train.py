@@ -21,6 +21,7 @@ from typer import Option
 from isotrain import api
 from isotrain.children import die_with_parent, module_command
 from isotrain.cli.arguments import Overrides, RecipeName
+from isotrain.device.vendors import check_kind
 from isotrain.engine.checkpoint.layout import newest_complete
 from isotrain.errors import RETRYABLE, IsotrainError, RecipeError, may_pass
 from isotrain.language import chosen
@@ -30,7 +31,6 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection, OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.terminal import rich_console
-from isotrain.trainers.online.precheck import look_online
 from isotrain.trainers.preemption import PREEMPTED
 
 
@@ -65,7 +65,10 @@ def train(
         isotrain train my.yaml --restarts 3
     """
     if dry_run:
+        from isotrain.trainers.online.precheck import look_online
+
         checked = api.load_recipe(recipe, *(overrides or []))
+        check_kind(checked.device.type)
         warnings = look_online(checked) if isinstance(checked.algorithm, OnlineSection) else []
         show(checked)
         for warning in warnings:
@@ -105,7 +108,9 @@ def summary(recipe: Recipe) -> str:
     model, data, trainer, device = recipe.model, recipe.data, recipe.trainer, recipe.device
     weights = f"LoRA of rank {model.lora.rank}" if model.lora.rank else "all weights"
     train = data.train if isinstance(data.train, str) else ", ".join(data.train)
-    length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs} epoch(s)"
+    length = (
+        f"{trainer.steps} step{'s' * (trainer.steps != 1)}" if trainer.steps else f"{trainer.epochs} epoch(s)"
+    )
     what = "prompts" if recipe.rollout else "samples"
     rows = {
         "algorithm": recipe.algorithm.name,

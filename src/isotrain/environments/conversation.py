@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.data.packing import FREE
 from isotrain.data.trajectory import EpisodePart, Trajectory, Turn
 
 
@@ -69,6 +70,7 @@ class TokenSequence:
         self._mask: list[bool] = []
         self._logps: list[float] = []
         self._versions: list[int] = []
+        self._routes_TLK: npt.NDArray[np.int16] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -84,6 +86,8 @@ class TokenSequence:
         self._mask += [True] * count
         self._logps += turn.logp_N.tolist()
         self._versions += turn.version_N.tolist()
+        if turn.routes_TLK is not None:
+            self._routes_TLK = _continued(self._routes_TLK, turn.routes_TLK)
 
     def given(self, tokens: Sequence[int]) -> None:
         """Add tokens that the policy reads next and did not write."""
@@ -118,6 +122,15 @@ class TokenSequence:
         for values in (self._mask, self._logps, self._versions):
             del values[end:]
 
+    def _routes(self) -> npt.NDArray[np.int16] | None:
+        """Of all tokens; those after the last turn were read by nobody."""
+        if self._routes_TLK is None:
+            return None
+        routes_TLK = np.full((len(self.all), *self._routes_TLK.shape[1:]), FREE, np.int16)
+        count = min(len(routes_TLK), len(self._routes_TLK))
+        routes_TLK[:count] = self._routes_TLK[:count]
+        return routes_TLK
+
     def trajectory(
         self, *, row: int, prompt_index: int, sample: int, seed: int, finished: bool, episode: EpisodePart
     ) -> Trajectory:
@@ -133,7 +146,21 @@ class TokenSequence:
             version_N=np.array(self._versions, np.int32),
             finished=finished,
             episode=episode,
+            routes_TLK=self._routes(),
         )
+
+
+def _continued(
+    before_TLK: npt.NDArray[np.int16] | None, turn_TLK: npt.NDArray[np.int16]
+) -> npt.NDArray[np.int16]:
+    """Routes of a turn, which has read all tokens again: those that were sampled keep their first ones."""
+    if before_TLK is None:
+        return turn_TLK
+    count = min(len(before_TLK), len(turn_TLK))
+    joined_TLK: npt.NDArray[np.int16] = turn_TLK.copy()
+    known_TLK = before_TLK[:count]
+    np.copyto(joined_TLK[:count], known_TLK, where=known_TLK != FREE)
+    return joined_TLK
 
 
 class Conversation:

@@ -192,6 +192,8 @@ class RankCheckpoints:
         for prefix, engine in self.engines.items():
             shards |= saved_shards(engine, prefix)
             updates[f"{prefix}updates"] = optimizer_updates(engine)
+            if copied:
+                engine.before_reuse = self.writer.join
         shards |= generator_shards(self.device)
         self.writer.save(step, shards, host_generators(), {**state, **updates}, copied=copied)
 

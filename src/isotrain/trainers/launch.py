@@ -148,8 +148,9 @@ def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) ->
     )
     if isinstance(recipe.algorithm, PreferenceSection):
         samples = f"{len(store):,} {recipe.algorithm.items}, {store.tokens:,} tokens"
+    steps = f"{trainer.job.steps} step{'s' * (trainer.job.steps != 1)}"
     return (
-        f"{recipe.name}: {trainer.job.steps} steps on {engine.world.size} x {device.type} ({device.name()})\n"
+        f"{recipe.name}: {steps} on {engine.world.size} x {device.type} ({device.name()})\n"
         f"  {trained:,} of {everything:,} parameters trained, {engine.model.attention} attention\n"
         f"  fused operators: {engine.model.fused}\n"
         f"  {samples}"
@@ -221,6 +222,8 @@ def main(job: Path) -> int:
     """The process of one rank that `launch` started."""
     # A rank whose launcher was killed would go on writing into a run directory that is being resumed.
     die_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
+    # A terminal sends Ctrl-C to every process: the launcher, which gets it too, asks the ranks to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = os.environ["RANK"]
     recipe, source = load_resolved(job / RECIPE_FILE), (job / SOURCE_FILE).read_text()
     try:

@@ -1,4 +1,4 @@
-"""SIGTERM as schedulers mean it: save a checkpoint after the current step, and end within a time limit."""
+"""SIGTERM as schedulers mean it, and Ctrl-C: save a checkpoint after the current step, and end in time."""
 
 from __future__ import annotations
 
@@ -65,11 +65,24 @@ class Preemption:
         self._limit = 0.0
         self._saved = self._handled = self._calls_again = False
         self._announcing, self._announced = threading.Lock(), False
+        self.interrupted = False
+        """Whether it was Ctrl-C that asked."""
+        self._takes_interrupts = False
         self._ranks: Sequence[int] = ()
 
     @property
     def requested(self) -> bool:
         return self._asked is not None
+
+    def take_interrupts(self) -> None:
+        self._takes_interrupts = True
+        signal.signal(signal.SIGINT, self.interrupt)
+
+    def interrupt(self, _: int, __: FrameType | None) -> None:
+        """The first Ctrl-C is a request like SIGTERM; another one then ends what is running at once."""
+        self.interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def begin(self, step: int) -> None:
         """From now on a request waits for the end of this step; before the first, it ends the run at once."""
@@ -84,6 +97,8 @@ class Preemption:
         self._ranks, self._closing = ranks, self._spare / 2
         if _installed is self:  # what has started them may have set a handler of its own
             signal.signal(signal.SIGTERM, self.handle)
+            if self._takes_interrupts and not self.interrupted:
+                self.take_interrupts()
 
     def handle(self, _: int, __: FrameType | None) -> None:
         """In the first thread, when it gets to it. The watch calls again if the run must end sooner."""
@@ -108,12 +123,14 @@ class Preemption:
                 if signal.SIGTERM in numbers:
                     self._notice(time.monotonic())
             elif self.overdue or self._saved:
-                self._say(f"SIGTERM: not everything has ended {self._spare:g} s before the limit: ending it")
+                self._say(
+                    f"{self._signal}: not everything has ended {self._spare:g} s before the limit: ending it"
+                )
                 self.say_last_words()
                 os._exit(PREEMPTED)
             else:
                 what = "the start" if self._step is None else f"step {self._step}"
-                self._hurry(f"SIGTERM: {what} did not end in time: ending without a new checkpoint")
+                self._hurry(f"{self._signal}: {what} did not end in time: ending without a new checkpoint")
 
     def announce(self) -> None:
         """Once, by whoever speaks for the run; a rank may learn of the request from another one."""
@@ -123,11 +140,17 @@ class Preemption:
             if self._announced:
                 return
             self._announced = True
+            again = "; Ctrl-C again ends at once" if self.interrupted else ""
             self._say(
-                "SIGTERM: ending before the first step"
+                f"{self._signal}: ending before the first step"
                 if self._step is None
-                else f"SIGTERM: saving a checkpoint after step {self._step}, ending within {self.seconds:g} s"
+                else f"{self._signal}: saving a checkpoint after step {self._step}, ending within "
+                f"{self.seconds:g} s{again}"
             )
+
+    @property
+    def _signal(self) -> str:
+        return "Ctrl-C" if self.interrupted else "SIGTERM"
 
     def _note(self, now: float) -> None:
         if self._asked is None:
@@ -187,6 +210,9 @@ def preemptible(
     threading.Thread(target=preemption.watch, args=(reading,), name="preemption", daemon=True).start()
     descriptor_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     before = signal.signal(signal.SIGTERM, preemption.handle)
+    interrupt_before = signal.getsignal(signal.SIGINT)
+    if interrupt_before is signal.default_int_handler:  # not where it is ignored, or somebody else's
+        preemption.take_interrupts()
     _installed = preemption
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -198,6 +224,7 @@ def preemptible(
         else:
             _installed = None
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            signal.signal(signal.SIGINT, interrupt_before or signal.SIG_DFL)
             signal.set_wakeup_fd(descriptor_before)
             os.close(writing)
 

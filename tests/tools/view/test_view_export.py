@@ -116,5 +116,5 @@ def test_shows_curves_without_the_packages_of_training(run: Path, tmp_path: Path
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    needed = "trajectories need the package 'pyarrow': pip install 'isotrain[train]'"
+    needed = "trajectories need the package 'pyarrow': pip install '.[train]' in a clone of isotrain"
     assert done.stdout.strip() == f"(0, 0) 7 {needed}"
