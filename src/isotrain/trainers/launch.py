@@ -222,8 +222,6 @@ def main(job: Path) -> int:
     """The process of one rank that `launch` started."""
     # A rank whose launcher was killed would go on writing into a run directory that is being resumed.
     die_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
-    # A terminal sends Ctrl-C to every process: the launcher, which gets it too, asks the ranks to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = os.environ["RANK"]
     recipe, source = load_resolved(job / RECIPE_FILE), (job / SOURCE_FILE).read_text()
     try:
@@ -244,4 +242,6 @@ def main(job: Path) -> int:
 
 if __name__ == "__main__":
     guard()  # its output is the terminal of the command
+    # A terminal sends Ctrl-C to every process: the launcher, which gets it too, asks the ranks to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(main(Path(sys.argv[1])))
