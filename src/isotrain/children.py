@@ -64,6 +64,18 @@ def make_held(root: Path, prefix: str) -> Path:
     return path
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process that made a directory with `make_held` still lives."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def remove_abandoned(root: Path, prefix: str, age: float = 60.0) -> None:
     """Remove what killed processes of this user left that had made it with `make_held`."""
     for path in root.glob(prefix + "*"):

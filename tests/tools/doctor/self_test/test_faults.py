@@ -6,6 +6,9 @@ import importlib.util
 import json
 import os
 import re
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +18,8 @@ import npusim
 import pytest
 
 import mutations
+from isotrain.children import make_held
+from isotrain.tools.doctor.self_test.parts.devices import _shared_memory
 from isotrain.tools.doctor.self_test.parts.runs import _check_cores
 from isotrain.tools.doctor.self_test.run import SelfTest, marked
 from isotrain.tools.doctor.self_test.stages import DEVICES, PARTS, STAGES
@@ -25,6 +30,7 @@ from isotrain.tools.doctor.self_test.verdicts import (
     StageSkipped,
     StageVerdict,
 )
+from isotrain.weights.file import PREFIX
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -206,6 +212,22 @@ def test_a_fault_is_named(fault: Fault, tmp_path: Path) -> None:
     failed = [name for name, verdict in found.items() if verdict.outcome == "failed"]
     assert failed == [fault.stage, *fault.also]
     assert fault.words in found[fault.stage].result
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_weights_of_another_program_are_not_left_behind(killed: bool) -> None:
+    """It runs beside the self-test; what nobody holds any more is the self-test's."""
+    root, started = Path("/dev/shm"), time.time() - 20
+    held, abandoned = make_held(root, PREFIX), Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+    try:
+        os.utime(abandoned, (started + 10, started + 10))
+        setting = SelfTestSetting(device="cpu", work="", started=started, killed=killed)
+        text = "".join(_shared_memory(setting))
+        assert held.name not in text and held.is_dir()
+        assert (abandoned.name in text, abandoned.is_dir()) == (not killed, not killed)
+    finally:
+        for path in (held, abandoned):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def test_the_page_has_every_fault_and_every_stage() -> None:

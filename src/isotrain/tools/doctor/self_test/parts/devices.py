@@ -6,15 +6,15 @@ The first also makes a small model for all other parts.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 
+from isotrain.children import is_held
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.detect import choose_device
 from isotrain.tools.doctor.self_test.run import MARK, marked
 from isotrain.tools.doctor.self_test.verdicts import Reporter, SelfTestSetting, StageFailed, own_setting
-from isotrain.weights.file import PREFIX
+from isotrain.weights.file import PREFIX, remove_abandoned
 
 # An engine and a trainer share each device, and neither knows of other programs.
 LEAST_FREE = 0.6
@@ -79,17 +79,18 @@ def _name(process: int) -> str:
 
 
 def _shared_memory(setting: SelfTestSetting) -> list[str]:
-    paths = [path for path in Path("/dev/shm").glob(f"{PREFIX}*") if _made_since(path, setting.started)]
+    """Whoever still holds a directory is either among `_processes` or another program of this user."""
+    root = Path("/dev/shm")
     if setting.killed:  # what was killed could not remove them
-        for path in paths:
-            shutil.rmtree(path, ignore_errors=True)
-    left = [path.name for path in paths if path.exists()]
+        remove_abandoned(root, age=1.0)
+    left = [path.name for path in root.glob(f"{PREFIX}*") if _is_left(path, setting.started)]
     return [f"weights are left in /dev/shm: {', '.join(left)}"] if left else []
 
 
-def _made_since(path: Path, started: float) -> bool:
+def _is_left(path: Path, started: float) -> bool:
     try:
-        return path.stat().st_uid == os.getuid() and path.stat().st_mtime >= started
+        status = path.stat()
+        return status.st_uid == os.getuid() and status.st_mtime >= started and not is_held(path)
     except OSError:
         return False
 
