@@ -153,13 +153,13 @@ def receive(device: str) -> None:
     from isotrain.weights.update import WeightUpdate
 
     torch.zeros(1, device=device)
-    before, buffer = counts(), SecondBuffer()
+    before, buffer = counts(), SecondBuffer("engine", torch.device(device))
     for line in sys.stdin:
         update = WeightUpdate.from_json(json.loads(line))
         if update.bytes and not update.digest:
-            buffer.begin(update, "engine", TIMEOUT, torch.device(device))
+            buffer.begin(update, TIMEOUT)
             continue
-        with buffer.open(update, "engine", TIMEOUT, torch.device(device)) as contents:
+        with buffer.open(update, TIMEOUT) as contents:
             for _, tensor in contents.tensors:
                 tensor.to(device)
         break

@@ -49,13 +49,13 @@ def opened(
     source, name, timeout = update.source(), order["name"], order["timeout"]
     if not order["buffered"]:
         return TRANSPORTS[source.transport].receive(update, name, timeout, device)
-    buffer = SecondBuffer()
-    buffer.begin(update, name, timeout, device)
+    buffer = SecondBuffer(name, device)
+    buffer.begin(update, timeout)
     assert isinstance(source, StoreSource)
     wait_for_end(source, update.version, timeout)
     # The controller tells engines what the sender has told it.
     _, digest = buffer._taking.result(timeout)
-    return buffer.open(replace(update, digest=digest), name, timeout, device)
+    return buffer.open(replace(update, digest=digest), timeout)
 
 
 def receive(order: dict[str, Any], device: torch.device) -> dict[str, Any]:

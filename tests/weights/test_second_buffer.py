@@ -145,13 +145,13 @@ def test_one_that_is_given_up_leaves_the_engine_as_it_was(tiny: Path) -> None:
 
 
 def test_another_one_than_was_sent_is_refused(tiny: Path) -> None:
-    buffer, sender = SecondBuffer(), opened()
+    buffer, sender = SecondBuffer("engine 0", HOST), opened()
     announced = sender.announce(1, 0, TIMEOUT)
-    buffer.begin(announced, "engine 0", TIMEOUT, HOST)
+    buffer.begin(announced, TIMEOUT)
     sent = as_sent(announced, sender.send(weights(tiny), 1))
     with (
         pytest.raises(WeightUpdateError, match="weight update 1 in its second buffer is another one"),
-        buffer.open(replace(sent, digest="0" * 64), "engine 0", TIMEOUT, HOST),
+        buffer.open(replace(sent, digest="0" * 64), TIMEOUT),
     ):
         pass
 
@@ -178,6 +178,9 @@ class Workers:
 
         return Peers(index, self.size, broadcast)
 
+    def buffers(self) -> list[SecondBuffer]:
+        return [SecondBuffer("engine 0", HOST, index, self.peers(index)) for index in range(self.size)]
+
 
 def kept(buffer: SecondBuffer) -> int:
     buckets, _ = buffer._taking.result(TIMEOUT)
@@ -191,9 +194,9 @@ def test_workers_of_an_engine_keep_a_part_each_and_load_the_whole(
     monkeypatch.setattr(HostCarrier, "bucket_bytes", 1 << 14)
     workers, sender = Workers(3), opened(receivers=3)
     announced = sender.announce(1, 0, TIMEOUT)
-    buffers = [SecondBuffer() for _ in range(3)]
-    for index, buffer in enumerate(buffers):
-        buffer.begin(announced, "engine 0", TIMEOUT, HOST, index, workers.peers(index))
+    buffers = workers.buffers()
+    for buffer in buffers:
+        buffer.begin(announced, TIMEOUT)
     sent = as_sent(announced, sender.send(weights(tiny), 1))
     parts = [kept(buffer) for buffer in buffers]
     # What is between tensors counts in a bucket, and not in the update.
@@ -203,8 +206,7 @@ def test_workers_of_an_engine_keep_a_part_each_and_load_the_whole(
     assert max(parts) - min(parts) <= largest
 
     def load(index: int) -> dict[str, torch.Tensor]:
-        opening = buffers[index].open(sent, "engine 0", TIMEOUT, HOST, index, workers.peers(index))
-        with opening as contents:
+        with buffers[index].open(sent, TIMEOUT) as contents:
             return {name: tensor.clone() for name, tensor in contents.tensors}
 
     expected = dict(weights(tiny))
@@ -220,14 +222,13 @@ def test_a_worker_that_fails_does_not_hold_up_the_others(tiny: Path, monkeypatch
     monkeypatch.setattr(HostCarrier, "bucket_bytes", 1 << 14)
     workers, sender = Workers(2), opened(receivers=2)
     announced = sender.announce(1, 0, TIMEOUT)
-    buffers = [SecondBuffer() for _ in range(2)]
-    for index, buffer in enumerate(buffers):
-        buffer.begin(announced, "engine 0", TIMEOUT, HOST, index, workers.peers(index))
+    buffers = workers.buffers()
+    for buffer in buffers:
+        buffer.begin(announced, TIMEOUT)
     sent = as_sent(announced, sender.send(weights(tiny), 1))
 
     def load(index: int) -> int:
-        opening = buffers[index].open(sent, "engine 0", TIMEOUT, HOST, index, workers.peers(index))
-        with opening as contents:
+        with buffers[index].open(sent, TIMEOUT) as contents:
             for number, _ in enumerate(contents.tensors):
                 if index == 1 and number == 1:
                     raise RuntimeError("the model has another shape")

@@ -101,7 +101,7 @@ class HfEngine:
         """
         self.name, self.version, self._unusable = name, 0, ""
         self._running = self._between_tokens = False
-        self._buffer = SecondBuffer()
+        self._buffer = SecondBuffer(name, device)
         self._device, self.at_once, self._timeout = device, batch, update_timeout
         self._ends = set(stop_tokens(directory))
         self._exact, self._token_budget = exact, token_budget
@@ -197,7 +197,7 @@ class HfEngine:
         weights, buffers = self._own(), stored_buffers(self._model)
         missing = {name for name, _ in self._model.named_parameters()} | buffers.keys()
         parts = PublishedParts(self._plan)
-        with self._buffer.open(update, self.name, self._timeout, self._device) as contents:
+        with self._buffer.open(update, self._timeout) as contents:
             erase(weights.values())
             for published, tensor in contents.tensors:
                 if published not in parts:
@@ -227,7 +227,7 @@ class HfEngine:
         return parameters | stored_buffers(self._model)
 
     def receive(self, update: WeightUpdate) -> None:
-        self._buffer.begin(update, self.name, self._timeout, self._device)
+        self._buffer.begin(update, self._timeout)
 
     def rehearse(self, update: WeightUpdate, timeout: float) -> None:
         if error := rehearse_incoming(update, self.name, timeout, self._device):

@@ -75,9 +75,7 @@ class WeightReceiver:
             model, config = self.model_runner.get_model(), self.vllm_config.model_config
             try:
                 announced = WeightUpdate.from_json(update)
-                with self._isotrain_buffer().open(
-                    announced, engine, timeout, self.device, self.rank, _peers()
-                ) as contents:
+                with self._isotrain_buffer(engine).open(announced, timeout) as contents:
                     outcome = _take(model, config, announced, contents, engine)
             except Exception as error:
                 outcome = UpdateOutcome(error=_text(error, engine))
@@ -85,11 +83,12 @@ class WeightReceiver:
 
     def isotrain_receive(self, engine: str, update: dict[str, Any], timeout: float) -> None:
         """Begin to take an update into the second buffer."""
-        announced = WeightUpdate.from_json(update)
-        self._isotrain_buffer().begin(announced, engine, timeout, self.device, self.rank, _peers())
+        self._isotrain_buffer(engine).begin(WeightUpdate.from_json(update), timeout)
 
-    def _isotrain_buffer(self) -> SecondBuffer:
-        buffer: SecondBuffer = self.__dict__.setdefault("isotrain_buffer", SecondBuffer())
+    def _isotrain_buffer(self, engine: str) -> SecondBuffer:
+        buffer: SecondBuffer | None = self.__dict__.get("isotrain_buffer")
+        if buffer is None:
+            buffer = self.__dict__["isotrain_buffer"] = SecondBuffer(engine, self.device, self.rank, _peers())
         return buffer
 
     def isotrain_rehearse(self, engine: str, update: dict[str, Any], timeout: float) -> str:
