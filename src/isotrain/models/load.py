@@ -178,9 +178,9 @@ def keep_attention_cap(model: PreTrainedModel) -> None:
         model.set_attn_implementation(EAGER)
 
 
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[nn.Module]:
     """The repeated layers, as transformers names their classes; empty where it names none."""
-    names = set(model._no_split_modules or ())
+    names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 

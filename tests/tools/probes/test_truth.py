@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from jobs import LR, Job, policy_objective
+from packaging.version import Version
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -28,8 +30,9 @@ from isotrain.models.load import build_causal_lm
 from isotrain.models.packed import TokenHead
 from isotrain.tools.parity.read.layer_trace import read_layer_trace
 from isotrain.tools.probes.layer_trace import Sketch
-from isotrain.tools.probes.truth import TruthTrace, Widening, memory_of, wide_parameters
+from isotrain.tools.probes.truth import TruthTrace, Widening, default_dtype, memory_of, wide_parameters
 from isotrain.trainers.launch import launch
+from small_models import save_small
 from support import tiny_recipe
 from traced_runs import layers_level
 
@@ -142,6 +145,34 @@ def test_the_truth_is_a_model_in_float64(job: Job, tmp_path: Path, monkeypatch: 
         far = np.abs(gradients[name].sketches_RKK[0] - expected.numbers_KK).max()
         assert far < 1e-12 * expected.norm, name
     assert not tensors["update/norm"].size
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.16"), reason="this version's hybrid models are refused"
+)
+def test_the_truth_of_a_hybrid_model_is_the_model_in_float64(tmp_path: Path) -> None:
+    """Its recurrent layers read the weight of a convolution that they never call."""
+    save_small("qwen3_next", tmp_path / "model", vocab_size=512)
+    with join_world(device := choose_device("cpu")) as world:
+        engine = Job(device, world, tmp_path / "model").policy()
+        engine.max_grad_norm = 0.0
+        truth_of(engine, tmp_path / "truth")
+    truth = read_layer_trace_of(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+    )
+    samples = [torch.as_tensor(sample.tokens_T).long() for sample in jobs.SAMPLES]
+    with torch.autograd.set_multithreading_enabled(False), default_dtype(torch.float64), Widening():
+        for sample_T in samples:  # alone, and without gradient checkpointing
+            logits_TV = model(input_ids=sample_T[None], use_cache=False).logits[0, 2:-1]
+            (F.cross_entropy(logits_TV, sample_T[3:], reduction="sum") / jobs.TOKENS).backward()
+    gradients = truth.kinds["parameter gradient"]
+    assert set(gradients) == {name for name, _ in model.named_parameters()}
+    for name, p in model.named_parameters():
+        expected = Sketch()
+        expected.add(p.grad)
+        far = np.abs(gradients[name].sketches_RKK[0] - expected.numbers_KK).max()
+        assert expected.norm > 0 and far < 1e-12 * expected.norm, name
 
 
 def read_layer_trace_of(directory: Path) -> Any:

@@ -10,7 +10,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -209,37 +209,41 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def wide_parameters(model: nn.Module, add: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
     """Have modules compute with float64 copies of their parameters; `add` gets their gradients by name.
 
-    A copy hides the parameter of its module while the module runs. Those of the head are read from outside
-    it, and are there all the time.
+    A copy hides the parameter of its module while the layer around it runs: some layers read parameters of
+    modules that they never call, such as a convolution's. Those of the head are read from outside it, and are
+    there all the time.
     """
     prefix = getattr(model, "prefix", "")
     names = {id(p): plain_name(name.removeprefix(prefix)) for name, p in model.named_parameters()}
 
-    def widen(module: nn.Module) -> None:
-        for name, p in module._parameters.items():
-            if p is not None:
-                module.__dict__[name] = _WideParameter.apply(p, partial(add, names[id(p)]))  # type: ignore[no-untyped-call]
+    def widen(modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            for name, p in module._parameters.items():
+                if p is not None:
+                    module.__dict__[name] = _WideParameter.apply(p, partial(add, names[id(p)]))  # type: ignore[no-untyped-call]
 
-    def narrow(module: nn.Module) -> None:
-        for name in module._parameters:
-            module.__dict__.pop(name, None)
+    def narrow(modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            for name in module._parameters:
+                module.__dict__.pop(name, None)
 
     pretrained = getattr(model, "pretrained", model)
     always = [head for head in (_head(pretrained),) if head is not None]
+    inside = {module: list(module.modules()) for module in layers_of(pretrained)}
+    covered = {part for parts in inside.values() for part in parts}
+    alone = [module for module in model.modules() if module not in covered and module not in always]
+    inside |= {module: [module] for module in alone}
     handles = []
-    for module in model.modules():
-        if module not in always and any(p is not None for p in module._parameters.values()):
-            handles.append(module.register_forward_pre_hook(lambda m, _: widen(m)))
-            handles.append(module.register_forward_hook(lambda m, *_: narrow(m), always_call=True))
-    for module in always:
-        widen(module)
+    for module, parts in inside.items():
+        handles.append(module.register_forward_pre_hook(lambda *_, parts=parts: widen(parts)))
+        handles.append(module.register_forward_hook(lambda *_, parts=parts: narrow(parts), always_call=True))
+    widen(always)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for module in model.modules():
-            narrow(module)
+        narrow(model.modules())
 
 
 def _head(pretrained: Any) -> nn.Module | None:
