@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -23,18 +24,26 @@ def checkpoint_layers(pretrained: PreTrainedModel, *, offload: bool) -> None:
             "set it to false"
         )
     pretrained.gradient_checkpointing_enable({"use_reentrant": False})
-    if not offload:
-        return
     # As transformers' own `offload`, which not all versions that we support have.
     for module in pretrained.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _checkpoint_on_host  # type: ignore[assignment]
+            module._gradient_checkpointing_func = _checkpoint_on_host if offload else _checkpoint  # type: ignore[assignment]
+
+
+def _checkpoint(layer: Callable[..., Any], *inputs: Any) -> Any:
+    try:
+        return checkpoint(layer, *inputs, use_reentrant=False)
+    except BaseException as error:
+        # Before 2.13, torch's hooks stay as long as the frames of the error. In its backward pass, the next
+        # model of this thread would then run this layer again, and fail with this error.
+        clear_frames(error.__traceback__)
+        raise
 
 
 def _checkpoint_on_host(layer: Callable[..., Any], *inputs: Any) -> Any:
     # Only the layer's inputs pass these hooks: within the layer, checkpointing has its own.
     with saved_tensors_hooks(_to_host, _to_device):
-        return checkpoint(layer, *inputs, use_reentrant=False)
+        return _checkpoint(layer, *inputs)
 
 
 def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
