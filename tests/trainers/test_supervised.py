@@ -9,10 +9,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import npusim
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from isotrain.device.npu import NPU
@@ -20,6 +23,7 @@ from isotrain.errors import NonFiniteError, RecipeError, ZeroGradientError
 from isotrain.observe.metrics import read_metrics
 from isotrain.trainers.launch import launch
 from isotrain.trainers.start import run_lock
+from small_models import save_small
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 
 pytestmark = pytest.mark.heavy
@@ -84,10 +88,25 @@ def test_determinism_is_told_and_recorded(
 
 def test_resume_is_exact(tiny: Path, tmp_path: Path, device_type: str) -> None:
     """LoRA with dropout: the generators' state matters too."""
-    settings = {
-        "model": {"path": str(tiny / "model"), "dtype": "float32", "lora": {"rank": 4, "dropout": 0.1}},
-        "data": {"validation": str(tiny / "validation.jsonl")},
-    }
+    model = {"path": str(tiny / "model"), "dtype": "float32", "lora": {"rank": 4, "dropout": 0.1}}
+    cut_off_and_resume(tiny, tmp_path, device_type, model)
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.16"), reason="this version's hybrid models are refused"
+)
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+def test_resume_of_a_hybrid_model_is_exact(tiny: Path, tmp_path: Path, device_type: str, kind: str) -> None:
+    """Recurrent layers beside attention, and of Qwen3-Next a mixture."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny / "model", model)  # for its tokenizer
+    config = json.loads((model / "config.json").read_text())
+    save_small(kind, model, **{name: config[name] for name in ("vocab_size", "eos_token_id")})
+    cut_off_and_resume(tiny, tmp_path, device_type, {"path": str(model), "dtype": "float32"})
+
+
+def cut_off_and_resume(tiny: Path, tmp_path: Path, device_type: str, model: dict[str, Any]) -> None:
+    settings = {"model": model, "data": {"validation": str(tiny / "validation.jsonl")}}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     launch(tiny_recipe(tiny, whole, device_type, **settings, trainer={"steps": 9, "save_every": 3}), "")
     # The first part is cut off after its checkpoint of step 6: steps 7 and 8 are lost and must come again.
@@ -99,6 +118,10 @@ def test_resume_is_exact(tiny: Path, tmp_path: Path, device_type: str) -> None:
     assert stable_metrics(parts) == stable_metrics(whole)
     starts = json.loads((parts / "environment.json").read_text())["starts"]
     assert len(starts) == 2
+    last, again = (
+        sorted((run / "checkpoints" / "step-00000009").glob("*.safetensors")) for run in (whole, parts)
+    )
+    assert last and [file.read_bytes() for file in last] == [file.read_bytes() for file in again]
 
 
 def test_a_finished_run_is_left_as_it_is(tiny: Path, tmp_path: Path) -> None:
