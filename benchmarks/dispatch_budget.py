@@ -11,6 +11,9 @@ waits for a result of it:
   layer, as the difference between four layers and two. A fused operator counts as one kernel forward and one
   backward, whatever the simulation computes it from.
 - `sampling`: vLLM's own function draws the next tokens of 64 responses, with a seed each and without.
+- `switch`: a colocated rank with policy and reference leaves the device to its engine and comes back, in the
+  order of an online run, the first time and later. What sending the weights takes is in `weights`; an engine
+  that sleeps discards its own.
 
 `ratio` is the number of kernels of both sides for each tensor of a weight update. A simulation counts calls:
 what a kernel costs on a chip, and into how many kernels its libraries divide an operator, it does not know.
@@ -206,29 +209,35 @@ def weight_update(route: str, bucket: int, layers: int, experts: int) -> dict[st
 
 def update(model: Path, fused: str, dtype: str) -> dict[str, int]:
     """The second update: the first one also makes what is kept."""
-    import numpy as np
     import torch_npu
 
     for name in FUSED:  # before transformers asks for them
         setattr(torch_npu, name, as_one(getattr(torch_npu, name)))
 
-    from isotrain.data.items import Sample
-    from isotrain.data.packing import pack
     from isotrain.device.detect import choose_device
     from isotrain.engine.build import build_engine
     from isotrain.engine.world import join_world
     from isotrain.recipe.schema import ModelSection, OptimizerSection
 
     device = choose_device("npu")
-    draw = np.random.default_rng(0)
-    samples = [Sample(draw.integers(4, 500, n).astype(np.int32), np.ones(n, np.bool_)) for n in LENGTHS]
     section = ModelSection.model_validate({"path": str(model), "dtype": dtype, "fused": fused})
     with join_world(device) as world:
         engine = build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
         for _ in range(2):
             before = counts()
-            engine.step([pack(samples)], lambda head, tokens: head.nll_share(tokens), 1e-3)
+            learn(engine)
         return since(before)
+
+
+def learn(engine: Any) -> None:
+    import numpy as np
+
+    from isotrain.data.items import Sample
+    from isotrain.data.packing import pack
+
+    draw = np.random.default_rng(0)
+    samples = [Sample(draw.integers(4, 500, n).astype(np.int32), np.ones(n, np.bool_)) for n in LENGTHS]
+    engine.step([pack(samples)], lambda head, tokens: head.nll_share(tokens), 1e-3)
 
 
 def training(dtype: str) -> dict[str, Any]:
@@ -279,13 +288,41 @@ def sampling() -> dict[str, Any]:
     return result
 
 
+def switch(dtype: str) -> dict[str, Any]:
+    from isotrain.data.prepare.tiny import make_tiny
+    from isotrain.device.detect import choose_device
+    from isotrain.engine.build import build_engine, build_reference
+    from isotrain.engine.offload import offload, onload
+    from isotrain.engine.world import join_world
+    from isotrain.recipe.schema import ModelSection, OptimizerSection
+
+    device, result = choose_device("npu"), {}
+    with tempfile.TemporaryDirectory() as directory, join_world(device) as world:
+        make_tiny(Path(directory), train_rows=1, validation_rows=1, layers=4, hidden=128)
+        section = ModelSection.model_validate({"path": f"{directory}/model", "dtype": dtype})
+        policy = build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
+        reference = build_reference(section, device=device, world=world)
+        for name in ("first", "later"):
+            learn(policy)
+            before, held = counts(), device.memory().allocated
+            offload(policy, keep_weights=True)
+            offload(reference)  # now the engine wakes up, and the weights are sent
+            offload(policy)
+            freed = held - device.memory().allocated
+            onload(policy)
+            onload(reference)
+            result[name] = since(before) | {"held_bytes": freed}
+            result[name]["host_share"] = result[name]["host_bytes"] / freed
+    return result
+
+
 def main() -> None:
     parser = bench.Options(__doc__, layers=1, experts=32)
     parser.add_argument("--bucket", type=int, default=16 << 20, help="bytes")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--part", choices=["weights", "training", "sampling"])
+    parser.add_argument("--part", choices=["weights", "training", "sampling", "switch"])
     for hidden in ("--receive", "--update", "--fused"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.read()
@@ -297,10 +334,13 @@ def main() -> None:
         print(json.dumps(update(Path(options.update), options.fused, options.dtype)))
     else:
         sizes, part = (options.bucket, options.layers, options.experts), options.part
-        if part in ("training", "sampling"):
-            bench.show(
-                name="dispatch_budget", **(sampling() if part == "sampling" else training(options.dtype))
-            )
+        others = {
+            "training": lambda: training(options.dtype),
+            "sampling": sampling,
+            "switch": lambda: switch(options.dtype),
+        }
+        if part in others:
+            bench.show(name="dispatch_budget", **others[part]())
             return
         sent = {name: weight_update(name, *sizes) for name in (*DEVICE_ROUTES, "file")}
         worst = max(sent[name]["kernels_per_tensor"] for name in DEVICE_ROUTES)
@@ -311,7 +351,7 @@ def main() -> None:
             met=worst <= GOAL and max(sent[name]["host_share"] for name in DEVICE_ROUTES) <= HOST_SHARE,
             bucket=options.bucket,
             weights=sent,
-            **({} if part else {"training": training(options.dtype), "sampling": sampling()}),
+            **({} if part else {name: count() for name, count in others.items()}),
         )
 
 

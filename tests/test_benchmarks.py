@@ -143,7 +143,9 @@ CASES = {
     "evaluate_overhead": Case(("scores_equal", "seconds", "responses"), minutes=15),
     "episodes": Case(("seconds_overlapped", "idle_in_rounds"), minutes=15),
     "distillation_memory": Case(("gib", "matrix_gib", "means_agree")),
-    "dispatch_budget": Case(("weights", "training", "sampling"), met=True, simulated_npu=True, minutes=20),
+    "dispatch_budget": Case(
+        ("weights", "training", "sampling", "switch"), met=True, simulated_npu=True, minutes=20
+    ),
     "fused": Case(("max_loss_difference", "first_loss", "last_loss"), met=True, simulated_npu=True),
     "gsm8k_format": Case(("correct", "count")),
     "import_examples": Case(

@@ -171,6 +171,31 @@ def test_frozen_weights_are_copied_once(tiny: Path) -> None:
             assert torch.equal(frozen, before)
 
 
+def test_a_switch_copies_what_is_trained_both_ways_and_the_rest_one_way(tiny: Path) -> None:
+    """Between two updates, without a kernel or a wait of the host; frozen weights leave the device once."""
+    import torch_npu
+
+    device, counters = choose_device("npu"), torch_npu._C
+    with join_world(device) as world:
+        job = Job(device, world, tiny / "model")
+        policy, reference = job.policy(), job.reference()
+        for leave in (2, 1):
+            jobs.updates(policy, jobs.policy_objective, job.batches, steps=1)
+            calls = counters.kernel_launches(), counters.host_waits()
+            held, copied = [device.memory().allocated], counters.copied_bytes()
+            offload(policy, keep_weights=True)
+            offload(policy)
+            held.append(device.memory().allocated)
+            offload(reference)
+            held.append(device.memory().allocated)
+            onload(policy)
+            onload(reference)
+            trained, frozen = held[0] - held[1], held[1] - held[2]
+            assert trained > 2 * frozen > 0
+            assert counters.copied_bytes() - copied == 2 * trained + leave * frozen
+            assert (counters.kernel_launches(), counters.host_waits()) == calls
+
+
 def test_on_the_host_there_is_nothing_to_do(tiny: Path) -> None:
     device = choose_device("cpu")
     with join_world(device) as world:
