@@ -153,6 +153,7 @@ CASES = {
     ),
     "layer_trace_overhead": Case(("tested", "afterwards", "bytes_per_step")),
     "long_contexts": Case(("ratios", "peak_mib", "overhead"), met=True, simulated_npu=True, minutes=15),
+    "muon": Case(("steps", "validation_loss")),
     "mutants": Case(("killed",), arguments=("src/isotrain/algorithms/kl.py", "tests/algorithms/test_kl.py")),
     "parity_baseline": Case(("reruns", "answers", "bytes"), rows=True),
     "parity_calibration": Case(("designed", "worst"), rows=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from isotrain.device.base import Device, FusedOperators
 from isotrain.device.cpu import Cpu
 from isotrain.engine.engine import InferenceModel, TrainingEngine
+from isotrain.engine.muon import make_muon
 from isotrain.engine.optimizer import make_optimizer
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
@@ -373,7 +375,8 @@ def split_context(packed: Backbone, world: World) -> None:
 def _engine(
     packed: Backbone, model: ModelSection, optimizer: OptimizerSection, device: Device, world: World
 ) -> TrainingEngine:
-    adamw = make_optimizer(
+    make = partial(make_muon, muon=optimizer.muon) if optimizer.name == "muon" else make_optimizer
+    made = make(
         packed,
         betas=optimizer.betas,
         eps=optimizer.eps,
@@ -382,7 +385,7 @@ def _engine(
         state_dtype=getattr(torch, optimizer.state_dtype),
         moments_on_host=model.offload.optimizer and world.device.type != "cpu",
     )
-    return TrainingEngine(packed, adamw, world, optimizer.max_grad_norm)
+    return TrainingEngine(packed, made, world, optimizer.max_grad_norm)
 
 
 def adapter_config(lora: LoraSection) -> LoraConfig:

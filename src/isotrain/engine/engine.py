@@ -162,7 +162,7 @@ class TrainingEngine(InferenceModel):
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_ratio", 1.0)
             self.optimizer.step()
         self.optimizer.zero_grad()
         means = dict(zip(sums, values, strict=True))

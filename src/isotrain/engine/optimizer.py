@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate: AdamW, whose moments may be kept in host memory or in bfloat16."""
+"""AdamW, whose moments may be kept in host memory or in bfloat16, and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -66,27 +66,30 @@ def make_optimizer(
     state_dtype: torch.dtype = torch.float32,
     moments_on_host: bool = False,
 ) -> torch.optim.AdamW:
-    """AdamW over the trained parameters; vectors (norms, biases) are not decayed.
-
-    Each update sets the learning rate.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
-    for decayed in (True, False):
-        for p in trained:
-            if (p.ndim >= 2) == decayed:
-                # Split experts are on a mesh of their own, and one operation cannot update two meshes.
-                mesh = p.device_mesh if isinstance(p, DTensor) else None
-                groups.setdefault((mesh, decayed), []).append(p)
-    settings = [
-        {"params": members, "weight_decay": weight_decay if decayed else 0.0}
-        for (_, decayed), members in groups.items()
-    ]
+    """AdamW over the trained parameters. Each update sets the learning rate."""
+    settings = decay_groups([p for p in model.parameters() if p.requires_grad], weight_decay)
     if moments_on_host or state_dtype != torch.float32:
         return StoredMoments(
             settings, dtype=state_dtype, on_host=moments_on_host, betas=betas, eps=eps, fused=fused
         )
     return torch.optim.AdamW(settings, betas=betas, eps=eps, fused=fused)
+
+
+def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups; vectors (norms, biases) are not decayed."""
+    return [
+        {"params": members, "weight_decay": weight_decay if decayed else 0.0}
+        for decayed in (True, False)
+        for members in on_one_mesh([p for p in parameters if (p.ndim >= 2) == decayed])
+    ]
+
+
+def on_one_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Split experts are on a mesh of their own, and one operation cannot update two meshes."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(groups.values())
 
 
 class StoredMoments(torch.optim.AdamW):
@@ -107,30 +110,34 @@ class StoredMoments(torch.optim.AdamW):
             for group in groups:
                 for bucket in _buckets([p for p in group["params"] if p.grad is not None]):
                     self.param_groups = [{**group, "params": bucket}]
-                    with self._loaded_moments(bucket):
+                    with self.loaded_moments(bucket):
                         super().step()
         finally:
             self.param_groups = groups
 
     @contextmanager
-    def _loaded_moments(self, bucket: list[nn.Parameter]) -> Iterator[None]:
+    def loaded_moments(
+        self, bucket: list[nn.Parameter], moments: tuple[str, ...] = MOMENTS
+    ) -> Iterator[None]:
         """The moments of some parameters in float32 beside their weights; none before the first update."""
-        stored = {p: [self.state[p].get(moment) for moment in MOMENTS] for p in bucket}
+        stored = {p: [self.state[p].get(moment) for moment in moments] for p in bucket}
         for p in bucket:
             if self.state[p]:
-                for moment in MOMENTS:
+                for moment in moments:
                     self.state[p][moment] = self.state[p][moment].to(p.device).float()
         yield
         updates = int(self.state[bucket[0]]["step"].item()) if self.dtype != torch.float32 else 0
         for p in bucket:
-            for number, (moment, place) in enumerate(zip(MOMENTS, stored[p], strict=True)):
+            for number, (moment, place) in enumerate(zip(moments, stored[p], strict=True)):
                 kept = empty_moment(self, p) if place is None else place
-                _put(kept, self.state[p][moment], salt=2 * updates + number)
-                self.state[p][moment] = kept
+                if kept is not self.state[p][moment]:
+                    _put(kept, self.state[p][moment], salt=2 * updates + number)
+                    self.state[p][moment] = kept
 
 
 def empty_moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
     """Zeros where and as the optimizer keeps a moment of a parameter, sharded as that is."""
+    optimizer = getattr(optimizer, "rest", optimizer)
     if not isinstance(optimizer, StoredMoments):
         return torch.zeros_like(parameter.detach())
     device = torch.device("cpu") if optimizer.on_host else parameter.device

@@ -27,11 +27,13 @@ def engine_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
     """
     if engine.on_host is None:
         start_optimizer_state(engine)
+    groups = engine.optimizer.param_groups
+    moments = {p: group.get("moments", MOMENTS) for group in groups for p in group["params"]}
     shards = {}
     for name, parameter in engine.trained.items():
         weight, state = held_shard(engine, parameter), engine.optimizer.state.get(parameter)
         shards[f"{prefix}weights/{name}"] = weight
-        for moment in MOMENTS:
+        for moment in moments[parameter]:
             # An offloaded model that was never updated has none, and the device no room for it now.
             shards[f"{prefix}{moment}/{name}"] = (
                 held_shard(engine, state[moment])
@@ -48,14 +50,17 @@ def saved_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
 
 
 def start_optimizer_state(engine: TrainingEngine) -> None:
-    """Create AdamW's state as its first step would, so that there is something to save or fill."""
+    """Create the optimizer's state as its first step would, so that there is something to save or fill."""
     for group in engine.optimizer.param_groups:
         for parameter in group["params"]:
             if not engine.optimizer.state[parameter]:
                 on = parameter.device if group["fused"] else torch.device("cpu")
                 engine.optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=on),
-                    **{moment: empty_moment(engine.optimizer, parameter) for moment in MOMENTS},
+                    **{
+                        moment: empty_moment(engine.optimizer, parameter)
+                        for moment in group.get("moments", MOMENTS)
+                    },
                 }
 
 

@@ -120,10 +120,10 @@ class OffloadSection(Section):
     affects: ClassVar[Affects] = Affects.EXECUTION
 
     weights: bool = False
-    """Keep weights, gradients and AdamW's moments in host memory (FSDP2's `CPUOffloadPolicy`): each layer's
+    """Keep weights, gradients and moments in host memory (FSDP2's `CPUOffloadPolicy`): each layer's
     weights come to the device when it computes, and the host updates them. Also of a reference and others."""
     optimizer: bool = False
-    """Keep AdamW's moments in host memory; for an update they come to the device, some at a time."""
+    """Keep the optimizer's moments in host memory; for an update they come to the device, some at a time."""
     activations: bool = False
     """Keep the inputs of layers, which `gradient_checkpointing` saves, in host memory until the backward."""
 
@@ -225,17 +225,36 @@ class SftSection(OfflineSection):
 Algorithm = SftSection | Preference | Online
 
 
+class MuonSection(Section):
+    lr_ratio: float = Field(default=1.0, gt=0)
+    """Learning rate of Muon's matrices as a multiple of `optimizer.lr`, which all other weights have."""
+    momentum: Decay = 0.95
+    """Decay of the momentum."""
+    nesterov: bool = True
+    """Nesterov momentum."""
+    ns_steps: int = Field(default=5, ge=1, le=99)
+    """Newton-Schulz iterations, in bfloat16."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Scale of the update of a matrix with A rows and B columns: `match_rms_adamw` is `0.2 sqrt(max(A, B))`,
+    which suits learning rates and weight decays of AdamW (Moonlight), `original` is `sqrt(max(1, A / B))`."""
+
+
 class OptimizerSection(Section):
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the momentum of the layers' matrices, each expert's by itself; embeddings, heads,
+    norms, biases and convolutions stay with AdamW. Muon has one moment where AdamW has two."""
+    muon: MuonSection = MuonSection()
+    """Settings of Muon; without effect with `adamw`."""
     lr: Annotated[float, DefaultFor(ONLINE, 1e-6)] = Field(default=1e-5, ge=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     betas: Annotated[tuple[Decay, Decay], DefaultFor(ONLINE, (0.9, 0.999))] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """Decay of AdamW's first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
+    """Added to AdamW's denominator."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay; biases and norms are not decayed."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which AdamW's moments are kept; `bfloat16` halves their memory, with stochastic rounding."""
+    """Type in which moments are kept; `bfloat16` halves their memory, with stochastic rounding."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 disables clipping."""
     schedule: Annotated[Literal["cosine", "linear", "constant"], DefaultFor(ONLINE, "constant")] = "cosine"
@@ -358,7 +377,7 @@ class Recipe(Section):
     cluster: ClusterSection | None = None
     """Where online algorithms run."""
     optimizer: OptimizerSection = OptimizerSection()
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
     trainer: TrainerSection = TrainerSection()
     """Length of the run, validation, checkpoints, failures."""
     observe: ObserveSection = ObserveSection()
@@ -424,6 +443,17 @@ class Recipe(Section):
                 tr(
                     "data.too_long: {side} is for prompts of online algorithms: use error, truncate or drop",
                     side=side,
+                )
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _matrices_are_trained(self) -> Recipe:
+        if self.optimizer.name == "muon" and self.model.lora.rank:
+            raise ValueError(
+                tr(
+                    "optimizer.name: muon updates whole weight matrices, and model.lora trains adapters of "
+                    "them: use adamw, or set model.lora.rank to 0"
                 )
             )
         return self

@@ -79,6 +79,7 @@ ONLINE = {
     ("sections", "within"),
     [
         ({}, 0.001),
+        ({"optimizer": {"name": "muon"}}, 0.01),
         pytest.param({"model": {"offload": {"weights": True}}}, 0.01, marks=pytest.mark.slow),
         # How a prompt's keys reach its responses is different on this device.
         pytest.param(

@@ -144,8 +144,9 @@ class LayerTrace:
         for name, parameter in self._trained().items():
             if parameter.grad is not None:
                 self._update.add("parameter gradient", name, shard_of(parameter.grad).local)
-                state = optimizer.state.get(parameter, {})
-                self._samples[name] = UpdateSample(parameter, state, groups[id(parameter)])
+                state, group = optimizer.state.get(parameter, {}), groups[id(parameter)]
+                if "betas" in group:  # others are not AdamW's
+                    self._samples[name] = UpdateSample(parameter, state, group)
             self._before[name] = _on_host(parameter)
 
     def _after_step(self, *_: Any) -> None:
