@@ -45,6 +45,7 @@ OPEN_TO_ALL = {
     "errors",
     "files",
     "hidden_modules",
+    "hub",
     "language",
     "plugins",
     "terminal",

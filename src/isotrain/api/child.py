@@ -44,6 +44,7 @@ _PIPE = {"PYTHONIOENCODING": "utf-8", "FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}
 # Packages that a plain installation leaves out, and the extra that brings them.
 _EXTRAS = {
     "datasets": "hub",
+    "modelscope_hub": "modelscope",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "swanlab": "swanlab",

@@ -17,6 +17,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from isotrain import hub
 from isotrain.cluster.connect import ended_actors, living_nodes
 from isotrain.cluster.failures import DEATHS, Overdue, WorkerDied, explain, overdue
 from isotrain.cluster.host import Location, WorkerHost
@@ -372,7 +373,7 @@ class WorkerGroup(Generic[W]):
             max_task_retries=0,
             max_concurrency=self._concurrency,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": dict(member.environment or {})},
+            runtime_env={"env_vars": hub.settings() | dict(member.environment or {})},
         ).remote()
 
     def _host(self, index: int) -> Any:

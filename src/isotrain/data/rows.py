@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isotrain import hub
 from isotrain.errors import DataError, install
 
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -239,6 +240,7 @@ def _load_hub(name: str) -> Any:
         raise DataError(f"{name}: write a Hub data set as name, name:split or name:config:split")
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) == 2 else None
+    on_modelscope = hub.chosen() == hub.MODELSCOPE
     try:
         import datasets
     except ImportError:
@@ -246,12 +248,26 @@ def _load_hub(name: str) -> Any:
             f"{name}: no such file, and Hub data sets need one more package: {install('hub')}"
         ) from None
     try:
+        if on_modelscope:
+            directory = hub.download(name.split(":")[0], "dataset", ["*"])
+            return datasets.load_dataset(
+                str(directory), config, split=split, cache_dir=_arrow_cache(directory)
+            )
         return datasets.load_dataset(repository, config, split=split, revision=revision or None)
     except Exception as error:  # the library raises dozens of kinds; all mean that there is no data
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
-            f"{name} is neither a local file or directory nor a loadable Hub data set: {reason[0]}"
+            f"{name} is neither a local file or directory nor a loadable data set {hub.explain(error)}"
         ) from error
+
+
+def _arrow_cache(directory: Path) -> str:
+    """Where to keep the rows of a local directory: the library would take equal names for equal data."""
+    import datasets
+
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / "isotrain" / digest)
 
 
 def _without_nulls(value: Any) -> Any:

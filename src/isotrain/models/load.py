@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from isotrain import hub
 from isotrain.errors import ModelError
 from isotrain.files import parse_json, read_regular
 from isotrain.models.attention import FLASH, FUSED, FUSED_PADDED, NO_FLASH, SEGMENTS
@@ -27,7 +27,6 @@ from isotrain.models.config import attention_cap, layer_kinds, number_of_experts
 from isotrain.models.logits import check_body
 from isotrain.models.mixers import KIND, mixers_of
 from isotrain.models.packed import is_padded
-from isotrain.terminal import beneath
 
 # transformers' name for each of ours.
 IMPLEMENTATIONS = {
@@ -44,7 +43,7 @@ _LARGEST_CONFIG = 16 << 20
 
 
 def model_directory(path: str, field: str = "model.path") -> Path:
-    """A local directory as it is; a Hub name is downloaded (safetensors only, never pickled weights).
+    """A local directory as it is; what a Hub name stands for is downloaded.
 
     `name@revision` is a commit, tag or branch of it. `field` is where the user wrote the path.
     """
@@ -59,32 +58,10 @@ def model_directory(path: str, field: str = "model.path") -> Path:
             )
         problem = "has no config.json" if local.exists() else "does not exist"
         raise ModelError(f"{field}: '{path}' {problem}; set a Hugging Face model directory")
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.utils.tqdm import tqdm
-
-    class Bars(tqdm):
-        """Several at a time, which move the cursor; their texts are the client's own."""
-
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **{"file": beneath(sys.stderr), **settings})  # type: ignore[no-untyped-call]
-
     try:
-        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-        name, _, revision = path.partition("@")
-        # By itself the Hub's client 1.x asks the network about a commit, even offline.
-        offline = constants.HF_HUB_OFFLINE
-        directory = snapshot_download(
-            name,
-            revision=revision or None,
-            allow_patterns=patterns,
-            local_files_only=offline,
-            tqdm_class=Bars,
-        )
-    except Exception as error:  # the Hub client raises many kinds; all mean the same to the user
-        raise ModelError(
-            f"{field}: '{path}' is neither a local model directory nor reachable on the Hub ({error})"
-        ) from error
-    return _with_json(Path(directory))
+        return _with_json(hub.download(path))
+    except hub.HubError as error:
+        raise ModelError(f"{field}: '{path}' is neither a local model directory nor {error}") from error
 
 
 def _with_json(directory: Path) -> Path:
@@ -101,8 +78,7 @@ def _with_json(directory: Path) -> Path:
 def hub_commit(path: str, field: str = "model.path") -> str | None:
     """The commit that a Hub name stands for; None for a local directory."""
     directory = model_directory(path, field)
-    # The Hub's client keeps each commit of a model in a directory of that name.
-    return directory.name if directory.parent.name == "snapshots" else None
+    return None if directory == Path(path).expanduser() else hub.commit(path, directory)
 
 
 def read_config(directory: Path) -> PretrainedConfig:

@@ -11,6 +11,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from isotrain import hub
 from isotrain.device.base import Device
 from isotrain.device.determinism import Profile
 from isotrain.engine.checkpoint.layout import sha256_of
@@ -211,17 +212,35 @@ def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:
     """Refuse to go on with other data, or another reference model, than the run was started with."""
     starts = RunDirectory(recipe.output).starts()
     before = starts[-1].get("hub", {}) if starts else {}
-    moved = [field for field, commit in hub_commits(recipe).items() if before.get(field, commit) != commit]
+    commits = hub_commits(recipe)
+    moved = [field for field, commit in commits.items() if before.get(field, commit) != commit]
     if moved:
-        raise RecipeError(
-            f"{', '.join(moved)}: the Hub has another commit there since the run in {recipe.output} started "
-            f"from {before[moved[0]]}; set another output, and write name@{before[moved[0]]} to stay with it"
-        )
+        advice = _stay_with(before[moved[0]], commits[moved[0]], recipe.output)
+        raise RecipeError(f"{', '.join(moved)}: {advice}")
     if changed := changed_since_start(recipe, data):
         raise RecipeError(
             f"{', '.join(changed)}: has changed since the run in {recipe.output} started; restore the old "
             "content, or set another output"
         )
+
+
+def _stay_with(before: str, now: str, output: str) -> str:
+    """Why a run cannot go on with what a hub has now, and what to do."""
+    hubs = [hub.hub_of(commit) for commit in (before, now)]
+    if hubs[0] != hubs[1]:
+        return (
+            f"the run in {output} started from {hub.TITLES[hubs[0]]}; set {hub.VARIABLE}={hubs[0]}, or "
+            "another output"
+        )
+    if hubs[0] == hub.MODELSCOPE:
+        return (
+            f"ModelScope has other files there since the run in {output} started; set another output, and "
+            "write name@TAG to take files that stay"
+        )
+    return (
+        f"the Hub has another commit there since the run in {output} started from {before}; set another "
+        f"output, and write name@{before} to stay with it"
+    )
 
 
 def changed_since_start(recipe: Recipe, digests: Mapping[str, str]) -> list[str]:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isotrain import hub
 from isotrain.data.prepare import calculator
 from isotrain.data.rows import Row, Rows, read_rows
 from isotrain.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"
+_NAMES = {"huggingface": DATA_SOURCE, "modelscope": "AI-ModelScope/gsm8k"}
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 CALCULATION = re.compile(r"<<(\d+)([+\-*/])(\d+)=(\d+)>>")
@@ -60,7 +62,7 @@ def prepare_gsm8k(source: Path | None, out: Path) -> dict[str, int]:
 def read_split(source: Path | None, split: str) -> Rows:
     """The published rows of one split, from a directory or from the Hub."""
     if source is None:
-        return read_rows(f"{DATA_SOURCE}:main:{split}")
+        return read_rows(f"{_NAMES[hub.chosen()]}:main:{split}")
     return read_rows(str(source / f"{split}.jsonl"))
 
 

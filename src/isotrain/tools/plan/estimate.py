@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from isotrain import hub
 from isotrain.device.vendors import DataSheet
 from isotrain.errors import ModelError
 from isotrain.models.config import AttentionShape, attention_shapes, training_flops
@@ -39,19 +40,12 @@ def config_directory(path: str) -> Path:
         return local
     if local.exists() or path.startswith((".", "/", "~")):
         raise ModelError(f"model.path: '{path}' has no config.json; set a Hugging Face model directory")
-    from huggingface_hub import constants, hf_hub_download
-
-    name, _, revision = path.partition("@")
     try:
-        file = hf_hub_download(
-            name, "config.json", revision=revision or None, local_files_only=constants.HF_HUB_OFFLINE
-        )
-    except Exception as error:  # the Hub client raises many kinds; all mean the same to the user
+        return hub.download(path, files=["config.json"])
+    except hub.HubError as error:
         raise ModelError(
-            f"model.path: '{path}' is neither a local directory with a config.json nor reachable on the Hub "
-            f"({error})"
+            f"model.path: '{path}' is neither a local directory with a config.json nor {error}"
         ) from error
-    return Path(file).parent
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isotrain import hub
 from isotrain.errors import install
 from isotrain.files import read_regular
 from isotrain.terminal import visible
@@ -131,17 +132,7 @@ def find_tokenizer(model: str | None, run: Path) -> Path | None:
             return file
     if given.is_absolute() or model.startswith((".", "~")):
         return None
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        return None
-    name, _, revision = model.partition("@")
-    try:
-        cached = try_to_load_from_cache(name, "tokenizer.json", revision=revision or None)
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None
+    return hub.cached_file(model, "tokenizer.json")
 
 
 def load_pieces(file: Path | None) -> tuple[Pieces, str | None]:
