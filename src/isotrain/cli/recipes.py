@@ -65,6 +65,7 @@ _SHOWN = 40
 class Framework(str, Enum):
     verl = "verl"
     openrlhf = "openrlhf"
+    trl = "trl"
 
 
 def import_recipe(
@@ -73,8 +74,8 @@ def import_recipe(
         str,
         Argument(
             metavar="SOURCE",
-            help="A shell script, a command line, Hydra overrides, a resolved configuration or a log; "
-            "- for standard input.",
+            help="A shell script, a command line, Hydra overrides, a resolved configuration, a log, or TRL's "
+            "Python script or YAML; - for standard input.",
         ),
     ],
     out: Annotated[Path | None, Option(help="The file to write; standard output by default.")] = None,
@@ -97,7 +98,7 @@ def import_recipe(
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
 ) -> None:
-    """Write a recipe from a training script of verl or OpenRLHF.
+    """Write a recipe from a training script of verl, OpenRLHF or TRL.
 
     The script is read, never run. Behind each field is a comment with the key that it came from. The exit
     code is 0 if the recipe means the same training, and 1 if something that changes it was not taken over.
@@ -111,6 +112,8 @@ def import_recipe(
         isotrain import verl run_grpo.sh --set NODES=2
 
         isotrain import openrlhf - < run.sh
+
+        isotrain import trl train_grpo.py --set num_processes=8 --out grpo.yaml
     """
     from isotrain.tools.imports.convert import convert
     from isotrain.tools.imports.read import read_bytes

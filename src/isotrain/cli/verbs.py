@@ -53,7 +53,9 @@ VERBS = {
         "preview:preview", "Show the first training samples token by token, and which tokens have loss."
     ),
     "export": Verb("runs:export", "Write a checkpoint as a model that transformers, vLLM and others load."),
-    "import": Verb("recipes:import_recipe", "Write a recipe from a training script of verl or OpenRLHF."),
+    "import": Verb(
+        "recipes:import_recipe", "Write a recipe from a training script of verl, OpenRLHF or TRL."
+    ),
     "export-config": Verb("recipes:export_config", "Write a recipe as a command of verl."),
     "prepare": Verb("prepare:app", "Write data sets, or a tiny model with data, to a directory."),
     "parity": Verb("verbs:parity", "Compare runs on two devices, or from two frameworks."),

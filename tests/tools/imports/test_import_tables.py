@@ -14,14 +14,17 @@ from isotrain.tools.imports.keys import (
     KeyRule,
     KeyTable,
     expanded,
+    key_table,
     openrlhf_offline,
     openrlhf_ppo,
     verl_ppo,
     verl_sft,
 )
+from isotrain.tools.imports.trl import TRAINERS
 
 DOCS = Path(__file__).parents[3] / "docs" / "import.md"
-TABLES = (verl_ppo(), verl_sft(), openrlhf_ppo(), openrlhf_offline())
+TRL = tuple(key_table("trl", "common", kind) for kind in TRAINERS)
+TABLES = (verl_ppo(), verl_sft(), openrlhf_ppo(), openrlhf_offline(), *TRL)
 
 
 def rows(shared: Path, name: str) -> list[list[str]]:
@@ -74,7 +77,7 @@ def test_flat_names_lead_to_rules(table: KeyTable) -> None:
     assert table.flat and [old for old, new in table.flat.items() if new not in keys] == []
 
 
-@pytest.mark.parametrize("table", TABLES, ids=["verl", "verl sft", "openrlhf ppo", "openrlhf"])
+@pytest.mark.parametrize("table", TABLES, ids=["verl", "verl sft", "openrlhf ppo", "openrlhf", *TRAINERS])
 def test_no_key_below_a_refused_one_is_without_effect(table: KeyTable) -> None:
     """Patterns go in their order: `*._target_` alone has no effect."""
     refused = [rule.key for rule in table.patterns if rule.kind == "refused" and rule.key.endswith("*")]

@@ -13,7 +13,7 @@ from isotrain.recipe.document import RecipeDumper
 from isotrain.recipe.load import parse_recipe, resolved
 from isotrain.recipe.names import all_names
 from isotrain.recipe.schema import Recipe
-from isotrain.tools.imports import keys, openrlhf, openrlhf_offline, verl, verl_sft
+from isotrain.tools.imports import keys, openrlhf, openrlhf_offline, trl, verl, verl_sft
 from isotrain.tools.imports.draft import Draft, KeyFinding, RecipeLine
 from isotrain.tools.imports.hydra import shown
 from isotrain.tools.imports.read import log_source, read_source
@@ -83,7 +83,7 @@ def from_source(
     source: ImportSource, framework: str, version: str | None = None, rows: int | None = None
 ) -> Imported:
     """The same for what was read already."""
-    draft = _verl(source, version, rows) if framework == "verl" else _openrlhf(source, version, rows)
+    draft = {"verl": _verl, "openrlhf": _openrlhf, "trl": _trl}[framework](source, version, rows)
     draft.notes += source.remarks
     if "model.path" not in draft.lines:
         draft.put("model.path", "MODEL", note="not known")
@@ -198,6 +198,15 @@ def _openrlhf(source: ImportSource, version: str | None, rows: int | None) -> Dr
     openrlhf.fill(draft) if online else openrlhf_offline.fill(draft, trainer)
     verl.multimodal(draft)
     draft.sort_keys(openrlhf.unused(draft) if online else ())
+    return draft
+
+
+def _trl(source: ImportSource, version: str | None, rows: int | None) -> Draft:
+    trainer, table = trl.prepare(source)
+    draft = Draft(source, table, "TRL", _chosen(version, table.versions, None), rows=rows)
+    draft.nullable = trl.nullable(table)
+    trl.fill(draft, trainer)
+    draft.sort_keys(trl.unused(draft, trainer))
     return draft
 
 

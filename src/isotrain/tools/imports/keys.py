@@ -1,9 +1,9 @@
 """Tables of what becomes of each key of another framework, and how the values of keys are read.
 
-`verl.yaml` and `openrlhf.yaml` have the tables: under `mapped` a line per key with its field and default (or
-`defaults`, one of each version), under the other headings the reasons with their keys. `read` says how the
-value of a key that is one field is read; a key without it makes a field together with others, in a function
-beside the tables. Names may have braces and stars: see `expanded`.
+`verl.yaml`, `openrlhf.yaml` and `trl.yaml` have the tables: under `mapped` a line per key with its field and
+default (or `defaults`, one of each version), under the other headings the reasons with their keys. `read`
+says how the value of a key that is one field is read; a key without it makes a field together with others, in
+a function beside the tables. Names may have braces and stars: see `expanded`.
 """
 
 from __future__ import annotations

@@ -22,17 +22,21 @@ from isotrain.tools.imports.source import (
     as_text,
     flatten,
 )
+from isotrain.tools.imports.trl_script import read_python
 
 _MODULES = {
     "verl": re.compile(
         r"(?:verl|recipe|dapo)(?:\.\w+)*\.(?:main_(?!generation|eval)\w+|\w*sft_trainer\w*|\w*fully_async\w*main)"
     ),
     "openrlhf": re.compile(r"openrlhf\.cli\.train_\w+"),
+    "trl": re.compile(r"trl\.scripts\.(?:sft|dpo|kto|reward|grpo)"),
 }
 _FILES = {
     "verl": re.compile(r"(?:.*/)?(?:main_(?:ppo|dapo)\w*|\w*sft_trainer\w*|fully_async_main)\.py"),
     "openrlhf": re.compile(r"(?:.*/)?train_(?:ppo_ray|ppo|sft|dpo|rm|kto|prm|kd)\.py"),
+    "trl": re.compile(r"(?:.*/)?(?:sft|dpo|kto|reward|grpo)(?:_\w+)?\.py"),
 }
+_TRL_NAMES = ("sft", "dpo", "kto", "reward", "grpo")
 # Flags of OpenRLHF that take no value: what follows one is no value of it.
 _SWITCH = re.compile(
     r"_enable$|_reentrant$|offload$|colocate|packing_samples$|^bf16$|^flash_attn$|apply_chat_template$|multiturn$"
@@ -55,11 +59,11 @@ _LAUNCHERS = re.compile(
 )
 _SWITCHES = {
     "-u", "-O", "-B", "-I", "-s", "-E", "-P", "--", "-m", "--module", "--standalone", "--frozen",
-    "--all-packages",
+    "--all-packages", "--multi_gpu", "--use_fsdp", "--use_deepspeed",
     "--no-sync", "--active", "--no-wait",
 }  # fmt: skip
 _OPTIONS = re.compile(
-    r"-[XW]|--(?:nproc|nnodes|node|master|rdzv|num|local|max|log|hostfile|include|exclude|launcher|extra|with|group"
+    r"-[XW]|--(?:nproc|nnodes|node|config_file|machine|main|master|rdzv|num|local|max|log|hostfile|include|exclude|launcher|extra|with|group"
     r"|package|project|python|address|runtime|working|submission|entrypoint)(?:[-_]\w+)*"
 )
 _ENGINE_VARIABLES = re.compile(r"(?:VLLM|SGLANG|VERL|HYDRA)_\w+")
@@ -70,7 +74,12 @@ _NO_EFFECT = re.compile(
     r"|RPC_\w+|\w+_TIMEOUT\w*|NO_USAGE_STATS|DISABLE_COMPILE_CACHE|TORCH_PROFILER_DIR)"
     r"|SGLANG_(?:\w+_TIMEOUT\w*|LOG\w*|USE_MODELSCOPE)"
 )
-_COUNTS = ("nproc_per_node", "nproc-per-node", "nnodes", "num_gpus", "num_nodes")
+_COUNTS = ("nproc_per_node", "nproc-per-node", "nnodes", "num_gpus", "num_nodes", "num_processes")
+_PYTHON = re.compile(r"^\s*(?:from|import) [\w.]+|(?:SFT|DPO|KTO|Reward|GRPO)Trainer\s*\(", re.M)
+_TRL_COMMAND = re.compile(
+    r"(?:^|[\s/])(?:trl (?:sft|dpo|kto|reward|grpo)\b"
+    r"|(?:accelerate|torchrun|python[\d.]*) [^#\n]*(?:\\\n|\.py|-m ))"
+)
 
 
 def read_bytes(name: str) -> bytes:
@@ -93,11 +102,34 @@ def read_source(data: bytes, framework: str, given: dict[str, str] | None = None
     text = data.decode("utf-8-sig", "replace")
     if "\x00" in text:
         raise ImportSourceError("this is not text; give a script, a command, a configuration or a log")
+    if framework == "trl":
+        return _trl_source(text, dict(given or {}))
     source = _without_variables(text) if framework == "verl" else None
     if source is None:
         return _from_script(text, framework, given or {})
     if given:
         raise ImportSourceError(f"--set is for scripts; this is a {source.kind}, which has no variables")
+    return source
+
+
+def _trl_source(text: str, given: dict[str, str]) -> ImportSource:
+    """A Python script, a YAML file or a command; `--set` also answers what these leave open."""
+    answers = {name: given.pop(name) for name in ("trainer", "num_processes") if name in given}
+    if _PYTHON.search(text):
+        source = read_python(text)
+    elif _TRL_COMMAND.search(text) or not re.search(r"^\w+:(?: |$)", text, re.M):
+        source = _from_script(text, "trl", given)
+        given = {}
+    else:
+        source = ImportSource("config")
+        hydra.read_config(source, text)
+    if given:
+        raise ImportSourceError(f"--set is for scripts; this is a {source.kind}, which has no variables")
+    source.program = answers.pop("trainer", source.program)
+    for name, value in answers.items():
+        source.expected += 1
+        source.enter(f"--set {name}")
+        source.set(name, hydra.scalar(value))
     return source
 
 
@@ -257,9 +289,14 @@ def _from_script(text: str, framework: str, given: dict[str, str]) -> ImportSour
 
 
 def _no_command(commands: Iterable[ShellCommand], framework: str) -> str:
-    other = "openrlhf" if framework == "verl" else "verl"
-    hint = f"; it is one of {other}" if any(_module(command, other) for command in commands) else ""
-    example = "verl.trainer.main_ppo" if framework == "verl" else "openrlhf.cli.train_sft"
+    others = [name for name in _MODULES if name != framework and any(_module(c, name) for c in commands)]
+    hint = f"; it is one of {others[0]}" if others else ""
+    examples = {
+        "verl": "verl.trainer.main_ppo",
+        "openrlhf": "openrlhf.cli.train_sft",
+        "trl": "trl.scripts.sft",
+    }
+    example = examples[framework]
     return (
         f"no command of {framework} was found{hint}: expected a script with a line such as "
         f"`python3 -m {example} ...`"
@@ -272,6 +309,8 @@ def _module(command: ShellCommand, framework: str) -> int:
     words = [word if isinstance(word, str) and len(word) <= _LONGEST_NAME else "" for word in command.words]
     for place, word in enumerate(words[1:], start=1):
         after_m = words[place - 1] in ("-m", "--module")
+        if framework == "trl" and words[place - 1].rpartition("/")[2] == "trl" and word in _TRL_NAMES:
+            return place
         if (after_m and _MODULES[framework].fullmatch(word)) or _FILES[framework].fullmatch(word):
             return place
     return 0
