@@ -28,10 +28,11 @@ import torch
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.models.config import vocabulary_size
 from isotrain.models.load import read_config
+from isotrain.recipe.online import RolloutSection
+from isotrain.recipe.schema import ModelSection
 from isotrain.tools.mismatch import engine_side
-from isotrain.tools.mismatch.diagnose import Target, processes, read_diagnosis
-from isotrain.tools.mismatch.hooks import removed_after
-from isotrain.tools.mismatch.job import Job, read_sequences, write_sequences
+from isotrain.tools.mismatch.diagnose import Target, read_diagnosis
+from isotrain.tools.mismatch.job import SEQUENCES, Job, read, write
 from isotrain.tools.mismatch.passes import Sequence_
 from isotrain.weights.file import write_update
 
@@ -64,7 +65,7 @@ def scaled_mlp(side: Any, when: Callable[[Any, torch.Tensor], bool], factor: flo
         return output * factor if when(side, output) else None
 
     mlp = model_of(side).get_submodule("model.layers.1.mlp")
-    with removed_after(mlp.register_forward_hook(hook)):
+    with mlp.register_forward_hook(hook):
         yield
 
 
@@ -90,7 +91,7 @@ def other_weights(side: Any, job: Job, change: Callable[[dict[str, torch.Tensor]
 def published(job: Job) -> dict[str, torch.Tensor]:
     from isotrain.models.weights import WeightFiles
 
-    files = WeightFiles(Path(job.model))
+    files = WeightFiles(job.directory)
     return {name: files.whole(name).to(getattr(torch, job.dtype)) for name in files.file_of}
 
 
@@ -161,7 +162,6 @@ def prefix_of_old_weights(side: Any, job: Job) -> Iterator[None]:
     """The cache is filled, weights change, and the cache stays."""
     assert is_vllm(side)
     engine = side.engine
-    prompts = [np.array(prompt, np.int32) for prompt in job.prompts]
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in tensors:
@@ -170,7 +170,7 @@ def prefix_of_old_weights(side: Any, job: Job) -> Iterator[None]:
 
     drop = engine._llm.reset_prefix_cache
     with other_weights(side, job, change):
-        side.sample(prompts, 1)
+        side.sample(job.prompts, 1)
         salt = engine._updates
         engine._llm.reset_prefix_cache = lambda: True
     engine._updates = salt
@@ -190,7 +190,7 @@ def other_routes(side: Any, job: Job) -> Iterator[None]:
         best, chosen = scores.topk(output[2].shape[-1], dim=-1)
         return logits + noise, (best / best.sum(-1, keepdim=True)).to(output[1].dtype), chosen
 
-    with removed_after(model_of(side).get_submodule("model.layers.1.mlp.gate").register_forward_hook(hook)):
+    with model_of(side).get_submodule("model.layers.1.mlp.gate").register_forward_hook(hook):
         yield
 
 
@@ -205,7 +205,7 @@ def wrong_rope(side: Any, job: Job) -> Iterator[None]:
         angle = torch.atan2(sin, cos)
         return args, {**kwargs, "position_embeddings": ((1.2 * angle).cos(), (1.2 * angle).sin())}
 
-    with removed_after(attention.register_forward_pre_hook(hook, with_kwargs=True)):
+    with attention.register_forward_pre_hook(hook, with_kwargs=True):
         yield
 
 
@@ -272,21 +272,19 @@ def make_job(model: Path, engine: str, dtype: str, seed: int, **changes: Any) ->
     small = vocabulary < 10_000
     lengths = draw.integers(40, 70, 6 if small else 4)
     prompts = tuple(tuple(int(t) for t in draw.integers(5, vocabulary, int(n))) for n in lengths)
-    tokens = 32 if small else 30
-    job = Job(
-        str(model), engine, dtype, device="cpu", prompts=prompts, n=2 if small else 1, max_tokens=tokens
-    )
     # Prompts are longer than a block of the cache.
     options = {"engine_options": {"block_size": 32}} if engine == "vllm" else {}
-    return replace(job, **{"max_length": 128, **options, "kv_cache_gb": 0.25, "seed": seed, **changes})
+    rollout: dict[str, Any] = {"n": 2 if small else 1, "max_tokens": 32 if small else 30, "kv_cache_gb": 0.25}
+    section = RolloutSection(**{"engine": engine, **rollout, **options, **changes})
+    return Job(ModelSection(path=str(model), dtype=dtype), section, "cpu", 128, seed, prompts)
 
 
 def measure_case(side: Any, job: Job, work: Path, inject: Inject, change: Any) -> None:
     """As the engine's process of the command, with the cause there."""
+    side.drop_cache()  # of the case before, with the same prompts
     with inject(side, job):
-        prompts = [np.array(prompt, np.int32) for prompt in job.prompts]
-        sequences = [Sequence_.of(t) for t in side.sample(prompts, job.n)]
-        write_sequences(work, change(sequences, job) if change else sequences)
+        sequences = side.sample(job.prompts, job.rollout.n)
+        write(work / SEQUENCES, change(sequences, job) if change else sequences)
         replace(job, prompts=()).write(work)
         engine_side.measure(replace(job, prompts=()), work, side, "given")
 
@@ -298,14 +296,15 @@ def measure_all(
     jobs = {name: make_job(model, engine, dtype, 0, **CASES[name][3]) for name in names}
     jobs |= {f"honest {seed}": make_job(model, engine, dtype, seed + 1) for seed in range(honest)}
     shared = [name for name in jobs if name not in OWN_ENGINE]
-    for process in processes(next(iter(jobs.values()))):
-        with engine_side.started(next(iter(jobs.values())), process) as started:
+    common = jobs[shared[0]]
+    for process in common.processes:
+        with engine_side.started(common, process) as started:
             side: Any = started
             for name in shared:
                 side.sampling = jobs[name].sampling
                 _measure(directory, name, jobs[name], side, process)
     for name in set(jobs) - set(shared):
-        for process in processes(jobs[name]):
+        for process in jobs[name].processes:
             with engine_side.started(jobs[name], process) as side:
                 _measure(directory, name, jobs[name], side, process)
 
@@ -327,7 +326,7 @@ def judge(directory: Path, name: str, dtype: str) -> dict[str, Any]:
     work = directory / name.replace(" ", "-")
     experiments.run_experiments(work)
     job = Job.read(work)
-    diagnosis = read_diagnosis(Target(job, name, read_sequences(work)), work)
+    diagnosis = read_diagnosis(Target(job, name, read(work / SEQUENCES, Sequence_)), work)
     attribution = diagnosis.attribution
     parts = {s.cause: round(attribution.part(s), 3) for s in attribution.ranked}
     cause = CASES[name][0] if name in CASES else ""

@@ -14,10 +14,11 @@ from isotrain.tools.mismatch.attribution import Attribution, attribute
 from isotrain.tools.mismatch.causes import CAUSES, ORDER
 from isotrain.tools.mismatch.experiments import Findings
 from isotrain.tools.mismatch.matter import correlation, effect, effective
-from isotrain.tools.mismatch.report import effect_lines, table, write_report
+from isotrain.tools.mismatch.report import as_text, effect_lines, table, write_report
 from isotrain.tools.mismatch.verdict import Diagnosis, judge
+from isotrain.tools.parity.report.text import plain
 
-HONEST = Findings(["batch", "decode", "head", "dtype"], "temperature", compared=20, modules_compared=4)
+HONEST = Findings(["batch", "decode", "head", "dtype"], compared=20, modules_compared=4)
 
 
 def attribution(
@@ -70,11 +71,14 @@ def test_a_fault_is_named(changes: dict[str, Any], words: str) -> None:
     ("changes", "words"),
     [
         ({"rest": 0.005}, "is left"),
+        ({"rest": -0.005}, "is left"),
         ({"sequences": 3}, "too few"),
         ({"tokens": 5}, "too few"),
         ({"compared": 0}, "No weight"),
         ({"modules_compared": 0}, "No module"),
-        ({"rounding_ratio": 4.0}, "times as far from float32"),
+        ({"rounding_ratio": 4.0}, "The engine is 4.0 times as far from float32"),
+        ({"rounding_ratio": 0.25}, "The trainer is 4.0 times as far from float32"),
+        ({"tokens": 0}, "too few"),
         ({"active": ["recording"], "repeated": 0.4}, "does not repeat"),
         ({"shares": {"batch": float("nan")}}, "finite"),
     ],
@@ -105,7 +109,7 @@ def test_remedies_are_lines_of_a_recipe() -> None:
 
 def test_the_report_has_a_picture_and_the_rows_add_up(tmp_path: Any) -> None:
     result = diagnosis()
-    write_report(tmp_path, result, "run", {})
+    write_report(tmp_path, result, "run", plain(result.as_json()), as_text(result))
     assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")
     content = json.loads((tmp_path / "mismatch.json").read_text())
     parts = [share["part"] for share in content["shares"].values()] + [content["rest"]["part"]]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,11 @@ from isotrain.models.config import positions, vocabulary_size
 from isotrain.models.load import load_tokenizer, model_directory, read_config
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
+from isotrain.recipe.online import RolloutSection
+from isotrain.recipe.schema import LoraSection, ModelSection
 from isotrain.tools.mismatch import experiments
 from isotrain.tools.mismatch.attribution import attribute
-from isotrain.tools.mismatch.job import Job, first_rows, write_sequences
+from isotrain.tools.mismatch.job import SEQUENCES, Job, first_rows, write
 from isotrain.tools.mismatch.matter import effect
 from isotrain.tools.mismatch.passes import Sequence_
 from isotrain.tools.mismatch.verdict import Diagnosis, judge
@@ -56,67 +57,75 @@ class Target:
     advantages: list[float | None] = field(default_factory=list)
 
 
-def of_model(path: str, engine: str, changes: dict[str, Any], sequences: int) -> Target:
+def of_model(path: str, sequences: int, dtype: str | None, rollout: dict[str, Any]) -> Target:
     """A model before training: the engine samples from a few prompts."""
     directory = model_directory(path, "MODEL")
-    job = Job(str(directory), engine, changes.pop("dtype", None) or "bfloat16")
-    return Target(_sampling(replace(job, **changes), sequences), Path(path).name)
+    section = RolloutSection(**{"max_tokens": 64, "kv_cache_gb": 0.5, **rollout})
+    model = ModelSection(path=str(directory), **({"dtype": dtype} if dtype else {}))
+    return Target(_sampling(Job(model, section), sequences), Path(path).name)
 
 
 def of_run(
-    run: Path, step: int, engine: str | None, changes: dict[str, Any], sequences: int, work: Path
+    run: Path,
+    sequences: int,
+    dtype: str | None,
+    rollout: dict[str, Any],
+    step: int | None,
+    model: str | None,
+    work: Path,
 ) -> Target:
-    """A run: its recorded step, or, without recordings, responses of its newest checkpoint."""
+    """A run: its recorded step, or, without recordings, responses of a checkpoint, by default the newest."""
     recipe = load_resolved(RunDirectory(run).resolved)
-    rollout = recipe.rollout
-    if rollout is None:
+    if recipe.rollout is None:
         raise DataError(f"{run} is not an online run: no engine generated in it; give a model directory")
     recorded = trajectories(run).is_dir()
-    model = changes.pop("model", None)
-    if model is None and (not recorded or step > 1):
-        model = str(export_run(run, work / "model", step - 1 if recorded else None, False))
-    given: dict[str, Any] = {
-        "dtype": recipe.model.dtype,
-        "head_float32": recipe.model.head_dtype == "float32",
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "max_tokens": rollout.max_tokens,
-        "engine_options": dict(rollout.engine_options),
-        "server_python": rollout.server_python,
-        "attention": recipe.model.attention,
-        "device": recipe.device.type,
-        "max_length": recipe.data.max_length + rollout.max_tokens,
-        "kv_cache_gb": rollout.kv_cache_gb,
-        "memory_utilization": rollout.memory_utilization,
-    }
-    given |= {name: value for name, value in changes.items() if value is not None}
-    if not recorded:
-        assert model is not None
-        job = Job(model, engine or rollout.engine, **given)
+    if recorded and (given := sorted(rollout.keys() - {"engine"})):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise DataError(f"{options}: the responses of {run} are recorded already; leave it out")
+    number = (step or 1) if recorded else step
+    if model is None and not (recorded and number == 1):
+        model = str(export_run(run, work / "model", number and number - 1, False))
+    given_step = (
+        read_recorded_step(run, number or 1, None if model is None else Path(model)) if recorded else None
+    )
+    section = recipe.model.model_copy(
+        update={
+            "path": str(given_step.model if given_step else model),
+            "dtype": dtype or recipe.model.dtype,
+            "lora": LoraSection(),
+            "perturbation": 0,
+            "compile": False,
+        }
+    )
+    job = Job(
+        section,
+        recipe.rollout.model_copy(update={"environment": None, "agent": None, **rollout}),
+        recipe.device.type,
+        recipe.data.max_length + recipe.rollout.max_tokens,
+    )
+    if given_step is None:
         return Target(_sampling(job, sequences), run.name)
-    read = read_recorded_step(run, step, None if model is None else Path(model))
-    fitting = {id(t): t for t in read.trajectories}
     advantages = {
-        (r.trajectory.prompt_index, r.trajectory.sample): r.advantage
-        for r in read_step(trajectories(run), step)
+        (r.trajectory.prompt_index, r.trajectory.tokens_T.tobytes()): r.advantage
+        for r in read_step(trajectories(run), number or 1)
     }
-    chosen = first_rows([Sequence_.of(t) for t in fitting.values()][:sequences])
-    kept = list(fitting.values())[: len(chosen)]
-    job = Job(str(read.model), engine or rollout.engine, **given)
-    return Target(job, run.name, chosen, [advantages.get((t.prompt_index, t.sample)) for t in kept])
+    chosen = given_step.trajectories[:sequences]
+    kept = first_rows([Sequence_.of(t) for t in chosen])
+    of_kept = [advantages[t.prompt_index, t.tokens_T.tobytes()] for t in chosen[: len(kept)]]
+    return Target(job, run.name, kept, of_kept)
 
 
 def _sampling(job: Job, sequences: int) -> Job:
     """With prompts, and room for them and their responses in the model's positions."""
-    directory = Path(job.model)
-    limit = positions(read_config(directory)).limit
-    room = min(job.max_length, limit or job.max_length)
-    longest = max(1, room - job.max_tokens)
-    prompts = [tokens[:longest] for tokens in _prompts(directory)]
-    n = max(1, -(-sequences // len(prompts)))
-    most = min(job.max_tokens, max(1, room - max(map(len, prompts))))
-    return replace(job, prompts=tuple(prompts), n=n, max_tokens=most, max_length=room)
+    room, most = job.max_length, job.rollout.max_tokens
+    room = min(room, positions(read_config(job.directory)).limit or room)
+    prompts = tuple(tokens[: max(1, room - most)] for tokens in _prompts(job.directory))
+    changes = {
+        "n": max(1, -(-sequences // len(prompts))),
+        "max_tokens": min(most, max(1, room - max(map(len, prompts)))),
+    }
+    rollout = job.rollout.model_copy(update=changes)
+    return replace(job, prompts=prompts, rollout=rollout, max_length=room)
 
 
 def _prompts(directory: Path) -> list[tuple[int, ...]]:
@@ -125,57 +134,39 @@ def _prompts(directory: Path) -> list[tuple[int, ...]]:
     except ModelError:
         draw, most = np.random.default_rng(0), vocabulary_size(read_config(directory))
         return [tuple(int(t) for t in draw.integers(0, most, 12)) for _ in _QUESTIONS]
-    prompts = []
-    for question in _QUESTIONS:
-        if tokenizer.chat_template:
-            ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-            )
-        else:
-            ids = tokenizer.encode(question)
-        prompts.append(tuple(int(token) for token in ids))
-    return prompts
 
+    def encoded(question: str) -> Any:
+        if not tokenizer.chat_template:
+            return tokenizer.encode(question)
+        asked = [{"role": "user", "content": question}]
+        return tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
 
-def processes(job: Job) -> list[str]:
-    """The engine's processes: as it samples, then with single settings changed."""
-    plain = ["plain"] if job.quantised else []
-    return ["given", *plain, *(["float32"] if job.dtype != "float32" else [])]
+    return [tuple(int(token) for token in encoded(question)) for question in _QUESTIONS]
 
 
 def diagnose(target: Target, work: Path, say: Callable[[str], None]) -> Diagnosis:
     target.job.write(work)
     if target.sequences:
-        write_sequences(work, target.sequences)
-    names = [*processes(target.job), "trainer"]
+        write(work / SEQUENCES, target.sequences)
+    names = [*target.job.processes, "trainer"]
     begin = time.monotonic()
     for number, name in enumerate(names):
-        left = ""
-        if number:
-            seconds = (time.monotonic() - begin) / number * (len(names) - number)
-            left = tr("about {seconds} s left", seconds=round(seconds))
-        say(
-            tr(
-                "{number} of {count}: {part} {left}",
-                number=number + 1,
-                count=len(names),
-                part=_PARTS[name],
-                left=left,
-            )
-        )
-        module = "experiments" if name == "trainer" else "engine_side"
-        arguments = [str(work)] if name == "trainer" else [str(work), name]
-        _run(f"isotrain.tools.mismatch.{module}", arguments, work / f"{name}.log")
+        seconds = round((time.monotonic() - begin) / max(1, number) * (len(names) - number))
+        left = tr("about {seconds} s left", seconds=seconds) if number else ""
+        which = {"number": number + 1, "count": len(names), "part": _PARTS[name]}
+        say(tr("{number} of {count}: {part} {left}", **which, left=left))
+        module = ("experiments",) if name == "trainer" else ("engine_side", name)
+        _run(module[0], work, *module[1:])
     return read_diagnosis(target, work)
 
 
 def read_diagnosis(target: Target, work: Path) -> Diagnosis:
     results, findings = experiments.load(work)
-    whole = results[frozenset()]
     advantages = None
     if target.advantages and all(a is not None for a in target.advantages):
         advantages = np.array(target.advantages, float)
-    return judge(attribute(results, findings.active), findings, effect(whole, advantages), target.job.dtype)
+    told = effect(results[experiments.NOTHING], advantages)
+    return judge(attribute(results, findings.active), findings, told, target.job.dtype)
 
 
 _PARTS = {
@@ -186,27 +177,19 @@ _PARTS = {
 }
 
 
-def _run(module: str, arguments: Sequence[str], log: Path) -> None:
+def _run(module: str, work: Path, *arguments: str) -> None:
     """A child, whose words are shown only where it fails."""
-    variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
-    with log.open("wb") as output:
-        done = subprocess.run(
-            module_command(module, *arguments),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            check=False,
-        )
+    done = subprocess.run(
+        module_command(f"isotrain.tools.mismatch.{module}", str(work), *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS},
+        check=False,
+    )
     if done.returncode:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
+        lines = done.stdout.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        last = next((line for line in reversed(lines) if "Error" in line), lines[-1])
         # The last line of a traceback is the error with its kind.
         kind, _, message = last.partition(": ")
         kinds = {c.__name__: c for c in IsotrainError.__subclasses__()}
-        raise kinds.get(kind.rpartition(".")[2], RolloutError)(
-            message or last or f"exit code {done.returncode}"
-        )
-
-
-def temporary() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="isotrain-mismatch-")
+        raise kinds.get(kind.rpartition(".")[2], RolloutError)(message or last)

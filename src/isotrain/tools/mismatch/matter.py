@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
@@ -48,9 +47,6 @@ class Effect:
     length: Correlation
     advantage: Correlation | None
     """None where no advantages were recorded."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def is_visible(self) -> bool:

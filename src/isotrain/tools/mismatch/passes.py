@@ -5,13 +5,16 @@ T: tokens of a sequence, N: its response tokens, C: conventions, D: hidden size,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.rollout.base import Request, Sampling
@@ -34,9 +37,12 @@ class Sequence_:
     logp_N: npt.NDArray[np.float32]
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Sequence_:
-        t = trajectory
+    def of(cls, t: Trajectory) -> Sequence_:
         return cls(t.tokens_T, t.prompt_length, t.mask_N, t.logp_N)
+
+    @property
+    def prompt_P(self) -> npt.NDArray[np.int32]:
+        return self.tokens_T[: self.prompt_length]
 
     @property
     def response_N(self) -> npt.NDArray[np.int32]:
@@ -66,7 +72,7 @@ class Forced:
 
 @dataclass
 class Inside:
-    """Inputs and outputs of the engine's modules, each sequence read alone; rows are tokens."""
+    """Inputs and outputs of the engine's modules; rows are tokens, sequences follow each other."""
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -74,64 +80,87 @@ class Inside:
     """Logits of routers by the name of the module around them."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        kinds = {"in": self.inputs, "out": self.outputs, "router": self.routers}
-        return {f"{kind}/{name}": t for kind, of in kinds.items() for name, t in of.items()}
+        return {f"{kind}/{name}": t for kind, table in vars(self).items() for name, t in table.items()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Inside:
         inside = cls()
-        kinds = {"in": inside.inputs, "out": inside.outputs, "router": inside.routers}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
-            kinds[kind][name] = tensor
+            getattr(inside, kind)[name] = tensor
         return inside
 
+    def note(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """As a hook: add what a module was given and gave; a name ending in `.gate` is a router."""
+        values = [kwargs["hidden_states"]] if "hidden_states" in kwargs else [*args, *kwargs.values()]
+        given = next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+        result = output[0] if isinstance(output, tuple) else output
+        if given is None or not isinstance(result, torch.Tensor):
+            return
+        tables = [(self.inputs, name, given), (self.outputs, name, result)]
+        if name.endswith(".gate"):
+            tables = [(self.routers, name.removesuffix(".gate"), result)]
+        for table, key, tensor in tables:
+            rows = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu", copy=True)
+            table[key] = torch.cat([table[key], rows]) if key in table else rows
 
-class Side(Protocol):
+
+@contextmanager
+def looking(model: nn.Module, names: Iterable[str]) -> Iterator[Inside]:
+    """What the modules of these names are given and give while the model runs."""
+    modules, inside = dict(model.named_modules()), Inside()
+    with ExitStack() as hooks:
+        for name in names:
+            if name in modules:
+                hook = partial(inside.note, name)
+                hooks.enter_context(modules[name].register_forward_hook(hook, with_kwargs=True))
+        yield inside
+
+
+class Side:
     """An engine that can be given its tokens."""
 
-    def sample(self, prompts: Sequence[npt.NDArray[np.int32]], n: int) -> list[Trajectory]: ...
+    def __init__(self, engine: Any, sampling: Sampling) -> None:
+        self.engine, self.sampling = engine, sampling
 
-    def force(self, way: Pass, sequences: Sequence[Sequence_]) -> list[Forced]: ...
+    def sample(self, prompts: Iterable[Sequence[int]], n: int) -> list[Sequence_]:
+        requests = [
+            Request(row, row, sample, 1000 * row + sample, np.array(prompt, np.int32))
+            for row, prompt in enumerate(prompts)
+            for sample in range(n)
+        ]
+        return [Sequence_.of(t) for t in self.engine.generate(requests, self.sampling)]
 
-    def look_inside(self, sequences: Sequence[Sequence_], names: Iterable[str]) -> Inside: ...
+    def force(self, way: Pass, sequences: Sequence[Sequence_]) -> list[Forced]:
+        forced = []
+        for batch in [sequences] if way.together else [[sequence] for sequence in sequences]:
+            if not way.cached:
+                self.drop_cache()
+            forced += self.compute(batch, way.decode)
+        return forced
+
+    def drop_cache(self) -> None:
+        """Forget all cached prefixes."""
+
+    def compute(self, batch: Sequence[Sequence_], decode: bool) -> list[Forced]:
+        raise NotImplementedError
+
+    def look_inside(self, sequences: Sequence[Sequence_], names: Iterable[str]) -> Inside:
+        """Each sequence read alone."""
+        raise NotImplementedError
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights that it computes with, by its own names; of packed ones as they multiply."""
+        """The weights that it computes with, by their published names; of packed ones as they multiply."""
+        raise NotImplementedError
 
 
 def conventions(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, sampling: Sampling
+    logits_NV: torch.Tensor, targets_N: npt.NDArray[np.int32], sampling: Sampling
 ) -> npt.NDArray[np.float32]:
     """Log-probs of the targets in each convention."""
-    logits_NV = logits_NV.float()
-    hot_NV = {
-        "raw": logits_NV,
-        "temperature": logits_NV / sampling.temperature,
-        "processed": processed(logits_NV, sampling),
-    }
-    rows = [hot_NV[c].log_softmax(-1).gather(1, targets_N[:, None])[:, 0] for c in CONVENTIONS]
-    logp_CN: npt.NDArray[np.float32] = torch.stack(rows).clamp(min=LEAST_LOGP).cpu().numpy()
+    logits_NV = logits_NV.float().cpu()
+    hot_CNV = (logits_NV / sampling.temperature, processed(logits_NV, sampling), logits_NV)
+    index_N1 = torch.from_numpy(targets_N.astype(np.int64))[:, None]
+    rows = [hot_NV.log_softmax(-1).gather(1, index_N1)[:, 0] for hot_NV in hot_CNV]
+    logp_CN: npt.NDArray[np.float32] = torch.stack(rows).clamp(min=LEAST_LOGP).numpy()
     return logp_CN
-
-
-def requests_of(prompts: Sequence[npt.NDArray[np.int32]], n: int) -> list[Request]:
-    return [
-        Request(row=row, prompt_index=row, sample=sample, seed=1000 * row + sample, prompt_P=prompt_P)
-        for row, prompt_P in enumerate(prompts)
-        for sample in range(n)
-    ]
-
-
-def joined(parts: Sequence[Inside]) -> Inside:
-    """Sequences one after the other."""
-
-    def of(tables: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        names = [name for name in tables[0] if all(name in table for table in tables)] if tables else []
-        return {name: torch.cat([table[name] for table in tables]) for name in names}
-
-    return Inside(
-        of([part.inputs for part in parts]),
-        of([part.outputs for part in parts]),
-        of([part.routers for part in parts]),
-    )

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 from isotrain.language import listed, said, tr
 from isotrain.observe.plots import BLUE, GREY, INK, RED, as_png, new_figure, plain
 from isotrain.observe.run_directory import write_atomically
+from isotrain.terminal import rich_console
 from isotrain.tools.mismatch.attribution import Share
 from isotrain.tools.mismatch.causes import CAUSES
 from isotrain.tools.mismatch.matter import Effect
 from isotrain.tools.mismatch.verdict import Diagnosis, percent
 
 Row = tuple[str, str, str, str, str]
-
-
-def heading() -> Row:
-    return (
-        tr("cause"),
-        tr("share"),
-        tr("nats per token"),
-        tr("95 % interval"),
-        tr("removed first / last"),
-    )
 
 
 def table(diagnosis: Diagnosis) -> list[Row]:
@@ -39,9 +31,9 @@ def table(diagnosis: Diagnosis) -> list[Row]:
         return label, percent(attribution.part(share)), f"{share.nats:.2g}", interval, ends
 
     rows = [row(CAUSES[share.cause].label, share, True) for share in attribution.ranked]
-    rows.append(row(tr("unexplained rest"), attribution.rest, False))
     whole = "100 %" if attribution.total else percent(0.0)
-    return [*rows, (tr("whole"), whole, f"{attribution.total:.2g}", "", "")]
+    rest = row(tr("unexplained rest"), attribution.rest, False)
+    return [*rows, rest, (tr("whole"), whole, f"{attribution.total:.2g}", "", "")]
 
 
 def effect_lines(effect: Effect) -> Iterator[str]:
@@ -74,13 +66,14 @@ def picture(diagnosis: Diagnosis, run: str) -> bytes:
     title = said(tr("Mismatch: {total} nats per token", total=f"{attribution.total:.2g}"))
     figure, (axes,) = new_figure(title, run, 1, size=(9.0, 4.8))
     shares = [*attribution.ranked, attribution.rest][::-1]
-    labels = [said(CAUSES[s.cause].label if s.cause in CAUSES else tr("unexplained rest")) for s in shares]
-    whole = attribution.total or 1.0
-    colours = [GREY if s.cause not in CAUSES else RED if CAUSES[s.cause].fault else BLUE for s in shares]
-    values = [100 * s.nats / whole for s in shares]
+    known = [CAUSES.get(s.cause) for s in shares]
+    labels = [said(cause.label if cause else tr("unexplained rest")) for cause in known]
+    colours = [GREY if cause is None else RED if cause.fault else BLUE for cause in known]
+    unit = 100 / (attribution.total or 1.0)
+    values = [unit * s.nats for s in shares]
     reach = [
-        [100 * max(0.0, s.nats - s.low) / whole for s in shares],
-        [100 * max(0.0, s.high - s.nats) / whole for s in shares],
+        [unit * max(0.0, way) for way in ways]
+        for ways in zip(*((s.nats - s.low, s.high - s.nats) for s in shares), strict=True)
     ]
     axes.barh(range(len(shares)), values, color=colours, xerr=reach, ecolor=INK, capsize=3)
     axes.set_yticks(range(len(shares)), [plain(label) for label in labels])
@@ -88,19 +81,37 @@ def picture(diagnosis: Diagnosis, run: str) -> bytes:
     return as_png(figure)
 
 
-def write_report(directory: Path, diagnosis: Diagnosis, name: str, extra: dict[str, object]) -> None:
-    """`mismatch.json`, `mismatch.png` and `mismatch.md` in a directory."""
+def as_text(diagnosis: Diagnosis, cured: str = "") -> str:
+    """What the command prints; `cured` is the answer of a run with the cure."""
+    from rich.table import Table
+
+    heading = (
+        tr("cause"),
+        tr("share"),
+        tr("nats per token"),
+        tr("95 % interval"),
+        tr("removed first / last"),
+    )
+    rows = Table(*(said(cell) for cell in heading), box=None, header_style="bold", pad_edge=False)
+    for row in table(diagnosis):
+        rows.add_row(*(said(cell) for cell in row))
+    cures = (
+        [tr("What cures it:"), *(f"  {said(r)}" for r in diagnosis.remedies)] if diagnosis.remedies else []
+    )
+    below = [*diagnosis.faults, *diagnosis.problems, *diagnosis.notes, *effect_lines(diagnosis.effect)]
+    console = rich_console(file=StringIO(), width=200, highlight=False, markup=False)
+    with console.capture() as shown:
+        for text in (diagnosis.sentence, rows, *below, *cures, cured):
+            console.print(said(text) if isinstance(text, str) else text, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in shown.get().rstrip().splitlines())
+
+
+def write_report(directory: Path, diagnosis: Diagnosis, name: str, content: object, shown: str) -> None:
+    """`mismatch.json` with this content, `mismatch.png` and `mismatch.md` in a directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    content = {**diagnosis.as_json(), **extra}
-    write_atomically(directory / "mismatch.json", json.dumps(content, indent=2) + "\n")
+    write_atomically(directory / "mismatch.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
     (directory / "mismatch.png").write_bytes(picture(diagnosis, name))
-    lines = [f"# {name}", "", said(diagnosis.sentence), ""]
-    rows = [heading(), ("---",) * 5, *table(diagnosis)]
-    lines += ["| " + " | ".join(said(cell) for cell in row) + " |" for row in rows]
-    texts = [*diagnosis.faults, *diagnosis.problems, *diagnosis.notes, *effect_lines(diagnosis.effect)]
-    lines += ["", *(f"- {said(text)}" for text in texts), "", "![](mismatch.png)", ""]
     causes = [CAUSES[share.cause] for share in diagnosis.attribution.ranked]
+    lines = [f"# {name}", "", "```text", shown, "```", "", "![](mismatch.png)", ""]
     lines += [f"- {said(cause.label)}: {said(cause.isolated_by)}" for cause in causes]
-    if diagnosis.remedies:
-        lines += ["", said(tr("What cures it:")), "", *(f"- `{said(r)}`" for r in diagnosis.remedies)]
     write_atomically(directory / "mismatch.md", "\n".join(lines) + "\n")

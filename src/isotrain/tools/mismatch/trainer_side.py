@@ -7,29 +7,24 @@ T: tokens of all sequences, N: response tokens of one, C: conventions, D: hidden
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from isotrain.data.items import Sample
 from isotrain.data.packing import pack
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_alone
-from isotrain.engine.engine import InferenceModel
 from isotrain.models.config import chosen_experts
 from isotrain.models.conversion import conversions, stored_buffers
-from isotrain.recipe.schema import ModelSection
-from isotrain.tools.mismatch.hooks import looking, removed_after
-from isotrain.tools.mismatch.job import Job, WeightDifferences
-from isotrain.tools.mismatch.passes import Inside, Sequence_, conventions
+from isotrain.tools.mismatch.job import Job
+from isotrain.tools.mismatch.passes import Inside, Sequence_, looking
 from isotrain.tools.probes.routes import ROUTE, ForcedRoutes
 
 # A module computes something else if its relative error is above so many times that of the trainer's own
@@ -42,38 +37,34 @@ class Trainer:
     """The model in one type, with changes that make it more like the engine."""
 
     def __init__(self, job: Job, dtype: str) -> None:
-        section = ModelSection(
-            path=job.model,
-            dtype="float32" if dtype == "float32" else job.dtype,
-            head_dtype="float32" if job.head_float32 else "model",
-            attention=job.attention,
-        )
-        self.job, self.dtype = job, dtype
-        self.model: InferenceModel = build_alone(section, device=choose_device(job.device))
+        section = job.model.model_copy(update={"dtype": dtype})
+        self.model = build_alone(section, device=choose_device(job.device))
         self.pretrained: Any = self.model.model.pretrained
 
     @contextmanager
-    def with_weights(self, differences: WeightDifferences) -> Iterator[None]:
+    def with_weights(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Compute with the engine's tensors where they differ."""
         own = dict(self.pretrained.named_parameters(remove_duplicate=False)) | stored_buffers(self.pretrained)
         plain = {
             name: conversion.target
-            for conversion in conversions(self.pretrained, own, differences.tensors)
+            for conversion in conversions(self.pretrained, own, tensors)
             if conversion.converter is None
             for names in conversion.sources.values()
             for name in names
         }
-        changed = {own[t]: differences.tensors[n] for n, t in plain.items() if t in own}
+        changed = {own[t]: tensors[n] for n, t in plain.items() if t in own}
         kept = {parameter: parameter.detach().clone() for parameter in changed}
-        with torch.no_grad():
-            for parameter, tensor in changed.items():
-                parameter.copy_(tensor)
+
+        def put(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+            with torch.no_grad():
+                for parameter, value in values.items():
+                    parameter.copy_(value)
+
+        put(changed)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for parameter, tensor in kept.items():
-                    parameter.copy_(tensor)
+            put(kept)
 
     @contextmanager
     def with_routes(self, inside: Inside) -> Iterator[None]:
@@ -87,21 +78,27 @@ class Trainer:
             }
             save_file(routes, path)
             forced = ForcedRoutes(self.pretrained, path)
-            names = {name: name for name, _ in self.pretrained.named_modules()}
-            for handle in forced.hooks(names):
-                hooks.enter_context(removed_after(handle))
+            for handle in forced.hooks({name: name for name, _ in self.pretrained.named_modules()}):
+                hooks.enter_context(handle)
             with forced:
                 yield
 
     @contextmanager
     def with_outputs(self, inside: Inside, names: Iterable[str]) -> Iterator[None]:
         """Replace the outputs of modules by those of the engine."""
+
+        def giving(rows: torch.Tensor) -> Callable[..., Any]:
+            def hook(_: Any, __: Any, output: Any) -> Any:
+                first, *rest = output if isinstance(output, tuple) else (output,)
+                replaced = rows.to(first).reshape(first.shape)
+                return (replaced, *rest) if isinstance(output, tuple) else replaced
+
+            return hook
+
         with ExitStack() as hooks:
             for name in names:
-                handle = self.pretrained.get_submodule(name).register_forward_hook(
-                    _giving(inside.outputs[name])
-                )
-                hooks.enter_context(removed_after(handle))
+                module = self.pretrained.get_submodule(name)
+                hooks.enter_context(module.register_forward_hook(giving(inside.outputs[name])))
             yield
 
     def hidden(self, sequences: Sequence[Sequence_]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -116,37 +113,26 @@ class Trainer:
 
     def given_inputs(self, sequences: Sequence[Sequence_], inside: Inside) -> Inside:
         """Its modules when each is given the engine's input, and tokens go to the engine's experts."""
-        results = Inside()
+
+        def taking(rows: torch.Tensor) -> Callable[..., Any]:
+            def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                if "hidden_states" in kwargs:
+                    old = kwargs["hidden_states"]
+                    return args, {**kwargs, "hidden_states": rows.to(old).reshape(old.shape)}
+                return (rows.to(args[0]).reshape(args[0].shape), *args[1:]), kwargs
+
+            return hook
+
         with ExitStack() as stack:
             for name, given in inside.inputs.items():
                 module = self.pretrained.get_submodule(name)
-                handle = module.register_forward_pre_hook(_taking(given), with_kwargs=True)
-                stack.enter_context(removed_after(handle))
+                stack.enter_context(module.register_forward_pre_hook(taking(given), with_kwargs=True))
             if inside.routers:
                 stack.enter_context(self.with_routes(inside))
             names = [*inside.inputs, *(f"{name}.gate" for name in inside.routers)]
-            stack.enter_context(looking(self.pretrained, names, results))
+            results = stack.enter_context(looking(self.pretrained, names))
             self.hidden(sequences)
         return results
-
-
-def _giving(rows: torch.Tensor) -> Any:
-    def hook(_: Any, __: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        replaced = rows.to(first).reshape(first.shape)
-        return (replaced, *output[1:]) if isinstance(output, tuple) else replaced
-
-    return hook
-
-
-def _taking(rows: torch.Tensor) -> Any:
-    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if "hidden_states" in kwargs:
-            old = kwargs["hidden_states"]
-            return args, {**kwargs, "hidden_states": rows.to(old).reshape(old.shape)}
-        return (rows.to(args[0]).reshape(args[0].shape), *args[1:]), kwargs
-
-    return hook
 
 
 def wrong_modules(
@@ -167,12 +153,3 @@ def wrong_modules(
         if not own <= LARGEST_RATIO * max(reference, FLOOR[dtype]):
             wrong[name] = own
     return wrong
-
-
-def head_logps(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, dtype: str, targets_N: npt.NDArray[np.int32], job: Job
-) -> npt.NDArray[np.float32]:
-    """Log-probs in each convention by a head that computes in a type."""
-    kind = getattr(torch, dtype)
-    logits_NV = F.linear(hidden_ND.to(kind), weight_VD.to(kind))
-    return conventions(logits_NV, torch.from_numpy(targets_N.astype(np.int64)), job.sampling)
