@@ -87,6 +87,8 @@ def _show(result: RecipePlan, searched: bool) -> None:
     for name, size in sorted(result.memory.parts.items(), key=lambda part: -part[1]):
         table.add_row(name, f"{size / estimate.GB:.2f}")
     table.add_row(f"peak, in the {result.memory.phase}", f"{result.memory.peak / estimate.GB:.2f}")
+    if communicators := sum(result.memory.communicators):
+        table.add_row(f"buffers of {communicators} communicators", f"{result.buffers_gb:.2f}")
     for name, guessed in result.guessed_gb.items():
         table.add_row(f"guessed: {name}", f"{guessed:.2f}")
     if result.memory.host > estimate.GB // 10:

@@ -29,12 +29,18 @@ class DataSheet:
     between_gb_s: float
     """From one device to other machines, each direction."""
     per_machine: int
+    communicator_gb: tuple[float, float] = (0.4, 0.4)
+    """Buffers of a group of ranks that communicate, and of one whose ranks send to single others. A guess
+    where no document has it."""
     confirmed: bool = True
 
 
+# Twice HCCL_BUFFSIZE, which is 200 MB unless it is set, and twice P2P_HCCL_BUFFSIZE, which is 20 MB.
+HCCL_GB = (2 * 200 / 1024, 2 * 20 / 1024)
+
 DEVICES = {
-    "a2": DataSheet("Ascend 910B, Atlas A2", 64, 295, 1.6, 196, 25, 8, confirmed=False),
-    "a3": DataSheet("Ascend 910C die, Atlas A3", 64, 376, 1.6, 196, 50, 16, confirmed=False),
+    "a2": DataSheet("Ascend 910B, Atlas A2", 64, 295, 1.6, 196, 25, 8, HCCL_GB, confirmed=False),
+    "a3": DataSheet("Ascend 910C die, Atlas A3", 64, 376, 1.6, 196, 50, 16, HCCL_GB, confirmed=False),
     "a100": DataSheet("NVIDIA A100 80GB SXM", 80, 312, 2.04, 300, 25, 8),
     "h20": DataSheet("NVIDIA H20", 96, 148, 4.0, 450, 50, 8),
     "h100": DataSheet("NVIDIA H100 SXM", 80, 989, 3.35, 450, 50, 8),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import communicator_ranks
+import npusim
 import pytest
 import torch
 
@@ -91,7 +95,24 @@ def test_planned_memory_equals_the_devices_counter(
     model: str, sections: dict[str, Any], within: float
 ) -> None:
     planned = training_memory(recipe(model, **sections), LAYERS, ranks=1, micro_batches=2)
+    assert planned.communicators == (0, 0)
     assert planned.peak == pytest.approx(counted(recipe(model, **sections)), rel=within)
+
+
+@pytest.mark.slow
+def test_communicators_are_those_that_ranks_make(model: str) -> None:
+    """Four ranks on the simulated device, whose groups count what they have exchanged."""
+    command = [sys.executable, communicator_ranks.__file__, model]
+    outputs = npusim.run_ranks(command, communicator_ranks.RANKS, timeout=400)
+    made = [json.loads(output.splitlines()[-1]) for output in outputs]
+    assert all(rank == made[0] for rank in made)
+    for kind, mesh in communicator_ranks.MESHES.items():
+        device = {"ranks": communicator_ranks.RANKS, "mesh": mesh}
+        given = recipe(model, device=device, data=communicator_ranks.DATA)
+        planned = memory.run_fake_step(given, 3, communicator_ranks.RANKS, micro_batches=1)
+        assert planned["communicators"] == made[0][kind], kind
+    # All ranks; those of a micro-batch, too; those that split heads, and a ring between these.
+    assert made[0] == {"data": [1, 0], "ulysses": [2, 0], "ring": [2, 1], "both": [3, 1]}
 
 
 @pytest.mark.slow

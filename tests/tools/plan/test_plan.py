@@ -39,7 +39,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     def memory(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> TrainingMemory:
         tokens = recipe.data.tokens_per_micro_batch / recipe.device.mesh.context
         asked.update(layers=layers, ranks=ranks, micro_batches=micro_batches)
-        return TrainingMemory({"activations": int(tokens / 1000 * GB)}, "backward pass", 0, 1000, 1000, 1000)
+        return TrainingMemory(
+            {"activations": int(tokens / 1000 * GB)}, "backward pass", 0, 1000, 1000, 1000, (1, 0)
+        )
 
     monkeypatch.setattr(plans, "training_memory", memory)
     return asked
@@ -49,7 +51,10 @@ def test_fits_when_the_device_has_the_memory_of_the_peak(tiny: object, measured:
     given = recipe(f"{tiny}/model")
     plan = make_plan(given, 8, A2, 64)
     assert plan.fits and plan.ranks == 8 and measured["ranks"] == 8
-    assert plan.needed_gb == pytest.approx(4.096 * 1.05 + 1.5 + 0.4)
+    assert plan.needed_gb == pytest.approx(4.096 * 1.05 + 1.5 + 400 / 1024)
+    # Twice 200 MB for each group of ranks, twice 20 MB for one whose ranks send to single others.
+    ring = replace(plan, memory=replace(plan.memory, communicators=(2, 1)))
+    assert ring.buffers_gb == pytest.approx((2 * 400 + 40) / 1024)
     assert not replace(plan, device_gb=5).fits
     assert "training needs 6.2 GB of 5" in replace(plan, device_gb=5).problems[0]
     assert set(plan.as_json()) >= {"fits", "needed_gb", "step_seconds", "bottleneck", "training_peak_parts"}
@@ -101,7 +106,7 @@ def planned(
 
     The tiny model has 2 layers, 2 heads and one key head of 32: a token's cache has 2 x 2 x 32 numbers.
     """
-    memory = TrainingMemory({"activations": GB}, "backward pass", 0, 3 * 10**9, 15 * 10**8, 4 * 10**9)
+    memory = TrainingMemory({"activations": GB}, "backward pass", 0, 3 * 10**9, 15 * 10**8, 4 * 10**9, (1, 0))
     monkeypatch.setattr(plans, "training_memory", lambda *_: memory)
     data = {"train": "r.jsonl", "max_length": 256, "batch_size": 64, "tokens_per_micro_batch": 4096}
     model = {"path": path, "dtype": dtype}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+_c10d: Any = dist.distributed_c10d  # its types leave out what is used here
 
 WEIGHTS, OPTIMIZER, GRADIENTS, GATHERED = "weights", "optimizer state", "gradients", "gathered layers"
 FORWARD, BACKWARD, UPDATE, INFERENCE = "activations", "backward pass", "update", "inference"
@@ -48,6 +51,8 @@ class Ledger(TorchDispatchMode):
         self.on_host: Counter[str] = Counter()
         self.host_peak = 0
         self.peaks: dict[str, Peak] = {}
+        self.communicators: set[tuple[str, bool]] = set()
+        """By the name of the group of ranks, and whether it is for what goes from one of them to another."""
         self._entries: dict[int, tuple[int, str, bool]] = {}
         self._muted = False
 
@@ -71,6 +76,8 @@ class Ledger(TorchDispatchMode):
             kwargs = {"dtype": torch.int64}
         if name == "aten::index" and (chosen := _all_true(args)) is not None:
             args = (args[0], chosen)
+        if (communicator := communicator_of(func, args, kwargs or {}, self.device_type)) is not None:
+            self.communicators.add(communicator)
         made = func(*tree_map(self._without_values, args), **tree_map(self._without_values, kwargs or {}))
         purpose = GATHERED if name.startswith(("fsdp::", "c10d::", "_c10d_functional::")) else self.purpose
         for tensor in tree_leaves(made):
@@ -158,6 +165,30 @@ class Ledger(TorchDispatchMode):
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def communicator_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str
+) -> tuple[str, bool] | None:
+    """What an operator needs to exchange tensors of the device: devices connect a group at its first use.
+
+    The second value tells whether it sends to one other rank: some devices have other buffers for that.
+    """
+    space, _, name = func._schema.name.partition("::")
+    if space not in ("c10d", "_c10d_functional"):
+        return None
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    given |= kwargs
+    if "group_name" in given:
+        group = _c10d._resolve_process_group(given["group_name"])
+    elif "process_group" in given:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+    else:
+        return None
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    if group.size() == 1 or all(tensor.device.type != device_type for tensor in tensors):
+        return None
+    return group.group_name, name in ("send", "recv_")
 
 
 def can_count() -> bool:

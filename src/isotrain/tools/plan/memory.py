@@ -44,6 +44,8 @@ class TrainingMemory:
     """Weights that take part in matrix products of a token."""
     trained: int
     all_parameters: int
+    communicators: tuple[int, int]
+    """Of groups of ranks, and of those whose ranks send to single others."""
 
     @property
     def peak(self) -> int:
@@ -67,7 +69,8 @@ def training_memory(recipe: Recipe, layers: int, ranks: int, micro_batches: int)
         phases[phase] = {name: size for name, size in parts.items() if size > 0}
     worst = max(phases, key=lambda phase: sum(phases[phase].values()))
     counts = [at_depth(a, b) for a, b in zip(few["parameters"], more["parameters"], strict=True)]
-    return TrainingMemory(phases[worst], worst, at_depth(few["host"], more["host"]), *counts)
+    host, (groups, to_one) = at_depth(few["host"], more["host"]), more["communicators"]
+    return TrainingMemory(phases[worst], worst, host, *counts, communicators=(groups, to_one))
 
 
 def run_fake_step(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> dict[str, Any]:
@@ -124,6 +127,7 @@ def reply(question: dict[str, Any]) -> dict[str, Any]:
         "peaks": {phase: peak.parts for phase, peak in usage.peaks.items()},
         "host": usage.host,
         "parameters": usage.parameters,
+        "communicators": usage.communicators,
     }
 
 

@@ -28,8 +28,6 @@ from isotrain.tools.plan.workload import step_samples
 # Guesses: what a process takes by itself, and what an allocator cannot use.
 CONTEXT_GB = 1.5
 FRAGMENTATION = 0.05
-COMMUNICATOR_GB = 0.4
-"""Buffers of a group of ranks: 200 MB to send and as much to receive, unless set otherwise."""
 SLEEPING_ENGINE_GB = 4.0
 """Context, graphs and communicators of an engine that sleeps beside a rank. Nearly 7 GB were reported of vLLM
 with a model of a trillion parameters."""
@@ -49,13 +47,15 @@ class RecipePlan:
     time: StepTime
 
     @property
+    def buffers_gb(self) -> float:
+        """Buffers of the communicators that the step uses, if nobody has set their size."""
+        sizes = zip(self.memory.communicators, self.device.communicator_gb, strict=True)
+        return sum(count * size for count, size in sizes)
+
+    @property
     def guessed_gb(self) -> dict[str, float]:
-        """What is on a device beside the memory of the training step, by what it is."""
+        """What else is on a device, by what it is."""
         guessed = {"the process": CONTEXT_GB, "fragments": FRAGMENTATION * self.memory.peak / GB}
-        if self.ranks > 1:
-            # Of all ranks; of those that share a sample, and of those that have the same part of each.
-            groups = 3 if self.recipe.device.mesh.context > 1 else 1
-            guessed["buffers of collectives"] = groups * COMMUNICATOR_GB
         rollout, cluster = self.recipe.rollout, self.recipe.cluster or ClusterSection()
         if rollout is not None and cluster.placement == "colocated":
             awake = rollout.memory_utilization * self.device_gb
@@ -66,7 +66,7 @@ class RecipePlan:
     @property
     def needed_gb(self) -> float:
         """At the worst moment of training."""
-        return self.memory.peak / GB + sum(self.guessed_gb.values())
+        return self.memory.peak / GB + self.buffers_gb + sum(self.guessed_gb.values())
 
     @property
     def problems(self) -> list[str]:
@@ -98,6 +98,8 @@ class RecipePlan:
             "training_peak_bytes": self.memory.peak,
             "training_peak_phase": self.memory.phase,
             "training_peak_parts": self.memory.parts,
+            "communicators": self.memory.communicators,
+            "communicators_gb": round(self.buffers_gb, 2),
             "host_bytes_per_rank": self.memory.host,
             "parameters": self.memory.all_parameters,
             "engine": None if self.engines is None else self.engines.__dict__,

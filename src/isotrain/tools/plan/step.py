@@ -57,6 +57,8 @@ class Usage:
     host: int
     parameters: tuple[int, int, int]
     """Parameters in matrix products, the trained ones among them, and all."""
+    communicators: tuple[int, int]
+    """Of groups of ranks, and of those whose ranks send to single others."""
 
 
 def fake_step(recipe: Recipe, ranks: int, micro_batches: int) -> Usage:
@@ -70,7 +72,9 @@ def fake_step(recipe: Recipe, ranks: int, micro_batches: int) -> Usage:
     with fake_world(device, ranks, recipe.device.mesh) as world, fake_attention():
         engine = run_step(recipe, device, world, micro_batches, partial(_watched, ledger), load)
         everything = sum(p.numel() for p in engine.model.parameters())
-        return Usage(ledger.peaks, ledger.host_peak, (*engine.parameter_counts, everything))
+        to_one = sum(single for _, single in ledger.communicators)
+        communicators = (len(ledger.communicators) - to_one, to_one)
+        return Usage(ledger.peaks, ledger.host_peak, (*engine.parameter_counts, everything), communicators)
 
 
 def run_step(
