@@ -41,6 +41,18 @@ def test_log_probs_are_those_of_the_sampled_distribution(ascend: dict[str, Any])
     assert not ascend["problem"] and after < 1e-5 and not ascend["after"]["outside"]
 
 
+def test_the_self_test_passes_with_our_extension_and_names_what_is_wrong_without(
+    ascend: dict[str, Any],
+) -> None:
+    """Its program for engines, with the sampler as the plug-in makes it and as we set it."""
+    without, mended = ascend["stages"]
+    assert without["generation"][0] == "failed" and "weight-update" not in without
+    assert "difference of sampled log-probs before any update" in without["generation"][1]
+    outcomes = {stage: outcome for stage, (outcome, _) in mended.items()}
+    passed = dict.fromkeys(("engine-start", "generation", "weight-update"), "passed")
+    assert outcomes == {**passed, "sleep": "skipped"}, mended
+
+
 def test_refuses_a_sampler_without_modes(ascend: dict[str, Any]) -> None:
     assert ascend["refused"] == "Module has no logprobs_mode"
 

@@ -6,7 +6,10 @@ B: requests, E: experts, H: hidden size, I: intermediate size, V: vocabulary.
 from __future__ import annotations
 
 import json
+import tempfile
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch_npu
 import vllm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -25,7 +29,11 @@ import vllm_ascend.ops.fused_moe.fused_moe as experts_module
 import vllm_ascend.sample.sampler as sampler_module
 import vllm_ascend.utils as utils_module
 
+from isotrain.data.prepare.tiny import make_tiny
+from isotrain.rollout import hf
 from isotrain.rollout.vllm_worker import WeightReceiver
+from isotrain.tools.doctor.self_test.parts.rollout import EngineCheck, all_stages
+from isotrain.tools.doctor.self_test.verdicts import SelfTestSetting, read_verdicts
 from isotrain.weights.file import write_update
 
 # The values of a start without options of vllm-ascend's own, but for NZ, which the engine turns off.
@@ -60,6 +68,8 @@ def make_worker(runner: Any) -> Any:
     worker.vllm_config = SimpleNamespace(model_config=model_config, quant_config=None)
     worker.model_runner, worker.device, worker.rank = runner, torch.device("cpu"), 0
     worker._sleep_saved_buffers = {}
+    # The group of an engine on one device, which its start makes.
+    parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1, broadcast=None)
     return worker
 
 
@@ -83,14 +93,32 @@ def draws_a_token(sampler: Any, *, seeded: bool) -> int:
 def sample(sampler: Any, generators: dict[int, torch.Generator]) -> dict[str, float]:
     """Difference of the log-probs of sampled tokens to those of the distribution that was asked for."""
     logits_BV = 2 * torch.randn(B, V, generator=torch.Generator().manual_seed(0))
-    zeros, ones = torch.zeros(B), torch.ones(B)
+    tokens_B, logp_B = drawn(sampler, logits_BV, TEMPERATURE, torch.full((B,), TOP_P), generators)
+    sorted_BV, order_BV = (logits_BV / TEMPERATURE).sort(descending=True)
+    p_BV = sorted_BV.softmax(-1)
+    sorted_BV[p_BV.cumsum(-1) - p_BV >= TOP_P] = -torch.inf
+    expected_BV = torch.empty_like(sorted_BV).scatter_(1, order_BV, sorted_BV.log_softmax(-1))
+    expected_B = expected_BV.gather(1, tokens_B[:, None])[:, 0]
+    return {"gap": float((logp_B - expected_B).abs().mean()), "outside": int(expected_B.isinf().sum())}
+
+
+def drawn(
+    sampler: Any,
+    logits_BV: torch.Tensor,
+    temperature: float,
+    top_p_B: torch.Tensor | None,
+    generators: dict[int, torch.Generator],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the log-probs that the plug-in reports for them."""
+    count = len(logits_BV)
+    zeros, ones = torch.zeros(count), torch.ones(count)
     output = sampler(
         logits_BV.clone(),
         SamplingMetadata(
-            temperature=torch.full((B,), TEMPERATURE),
+            temperature=torch.full((count,), temperature),
             all_greedy=False,
             all_random=True,
-            top_p=torch.full((B,), TOP_P),
+            top_p=top_p_B,
             top_k=None,
             generators=generators,
             max_num_logprobs=0,
@@ -99,20 +127,29 @@ def sample(sampler: Any, generators: dict[int, torch.Generator]) -> dict[str, fl
             frequency_penalties=zeros,
             presence_penalties=zeros,
             repetition_penalties=ones,
-            output_token_ids=[[] for _ in range(B)],
+            output_token_ids=[[] for _ in range(count)],
             allowed_token_ids_mask=None,
             bad_words_token_ids={},
             logitsprocs=LogitsProcessors(),
         ),
     )
-    tokens_B = output.sampled_token_ids[:, 0].long()
-    logp_B = output.logprobs_tensors.logprobs[:, 0]
-    sorted_BV, order_BV = (logits_BV / TEMPERATURE).sort(descending=True)
-    p_BV = sorted_BV.softmax(-1)
-    sorted_BV[p_BV.cumsum(-1) - p_BV >= TOP_P] = -torch.inf
-    expected_BV = torch.empty_like(sorted_BV).scatter_(1, order_BV, sorted_BV.log_softmax(-1))
-    expected_B = expected_BV.gather(1, tokens_B[:, None])[:, 0]
-    return {"gap": float((logp_B - expected_B).abs().mean()), "outside": int(expected_B.isinf().sum())}
+    return output.sampled_token_ids[:, 0].long(), output.logprobs_tensors.logprobs[:, 0]
+
+
+def self_test(sampler: Any) -> dict[str, list[str]]:
+    """Verdicts of the self-test's program on an engine whose tokens the plug-in's sampler draws."""
+    hf.draw = lambda logits_BV, sampling, *_: drawn(sampler, logits_BV, sampling.temperature, None, {})
+    with tempfile.TemporaryDirectory() as work:
+        verdicts = Path(work) / "verdicts.jsonl"
+        setting = SelfTestSetting(device="cpu", engine="vllm", work=work, verdicts=str(verdicts))
+        make_tiny(setting.tiny, train_rows=1, validation_rows=1)
+        check = EngineCheck(setting)
+        check.start = lambda eager: hf.HfEngine(  # type: ignore[method-assign]
+            setting.tiny / "model", name="engine", dtype=setting.dtype, device=torch.device("cpu")
+        )
+        with suppress(SystemExit):  # after the first stage that fails
+            all_stages(check)
+        return {verdict.stage: [verdict.outcome, verdict.result] for verdict in read_verdicts(verdicts)}
 
 
 class Mixture(nn.Module):
@@ -200,12 +237,14 @@ def update(rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     set_up()
     sampler = sampler_module.AscendSampler()  # as `NPUModelRunner` makes it
-    before = sample(sampler, {})
+    before, stages = sample(sampler, {}), [self_test(sampler)]
     problem = make_worker(SimpleNamespace(sampler=sampler)).isotrain_report_sampled()
     refused = make_worker(SimpleNamespace(sampler=nn.Module())).isotrain_report_sampled()
     draws = [draws_a_token(sampler, seeded=seeded) for seeded in (True, False)]
+    stages.append(self_test(sampler))
     result = {"vllm": vllm.__version__, "before": before, "after": sample(sampler, {}), "problem": problem}
-    print(json.dumps({**result, "refused": refused, "draws": draws, "updates": update(2)}))
+    result |= {"stages": stages, "refused": refused, "draws": draws, "updates": update(2)}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
