@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from isotrain.engine.build import build_engine
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
+from isotrain.models.load import build_causal_lm
 from isotrain.models.routes import RouteReplay
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 
@@ -95,6 +97,28 @@ def test_other_routes_are_taken_and_none_is_free(directory: Path) -> None:
             for b in (batch, PackedBatch(**{**batch.__dict__, "routes": ExpertRoutes(other_TLK)}))
         ]
         assert any(not torch.equal(grads[0][n], grads[1][n]) for n in grads[0] if ".gate." in n)
+
+
+def test_rows_that_are_padded_take_the_routes_of_their_tokens(directory: Path, device_type: str) -> None:
+    draw = np.random.default_rng(0)
+    batch = pack(SAMPLES)
+    layers, used = (2, 2) if "qwen3" in directory.parent.name else (1, 2)
+    chosen_TLK = np.argsort(draw.random((len(batch.tokens_T), layers, 8)), axis=-1)[..., :used]
+    forced = replace(batch, routes=ExpertRoutes(torch.from_numpy(chosen_TLK.astype(np.int16))))
+    logps = {}
+    with join_world(choose_device(device_type)) as world:
+        for attention in ("sdpa", "padded"):
+            engine = replaying(directory, device_type, world, attention=attention)
+            (logps[attention],) = engine.infer([forced], lambda head: head.logps().cpu())
+            (free_N,) = engine.infer([batch], lambda head: head.logps().cpu())
+            assert (logps[attention] - free_N).abs().max() > 1e-4
+    torch.testing.assert_close(logps["padded"], logps["sdpa"], rtol=0, atol=1e-5)
+
+
+def test_the_host_does_not_read_routes_from_a_device(directory: Path) -> None:
+    """Tensors without data cannot be read."""
+    replay = RouteReplay(build_causal_lm(directory, "padded"))
+    replay.force(torch.empty(28, replay.layers, 2, dtype=torch.int16, device="meta"))
 
 
 def test_routes_of_another_model_are_refused(directory: Path, tiny: Path) -> None:

@@ -40,6 +40,8 @@ class InferenceModel:
     def forward(self, batch: PackedBatch, objective: Callable[[Any], Result]) -> Result:
         """The objective applied to the model's head (`TokenHead` or `ScalarHead`) over one micro-batch."""
         assert self.on_host is None, "the model is offloaded"
+        if self.model.replay is not None and batch.routes is not None and not batch.routes.as_seen:
+            self.model.replay.check(batch.routes.chosen)
         on_device = batch.to(self.world.device)
         result: Result = self.model(
             on_device.tokens_T,

@@ -291,27 +291,38 @@ class Backbone(nn.Module):
         routes: tuple[torch.Tensor, bool] | None = None,
     ) -> Result:
         """`routes`: experts of all tokens, `chosen_TLK`, or as this rank's routers see them (and true)."""
+        split = None
+        if self.context is not None:
+            assert shares_prompts(self.attention)
+            inner = FUSED if self.attention == "fused" else SEGMENTS
+            # Sharding moves tensors among its inputs to the device, arrays not.
+            selected_N = predict_N.cpu().numpy() if predict_on_host_N is None else predict_on_host_N
+            split = Split.of(self.context, lengths, continues, selected_N, inner)
         if self.replay is not None:
-            self.replay.force(None if routes is None else routes[0])
-            if routes is not None and not routes[1] and is_padded(self.attention):
-                self.replay.force(_in_rows(routes[0], lengths))
-        if self.context is None:
+            self.replay.force(None if routes is None else self._as_seen(*routes, lengths, split))
+        if split is None:
             hidden_TD = self.hidden_states(tokens_T, positions_T, lengths, continues)
             return objective(self.head(hidden_TD.index_select(0, predict_N), targets_N))
         # This rank's part of the tokens; all ranks of the group get the same result.
-        assert shares_prompts(self.attention)
-        inner = FUSED if self.attention == "fused" else SEGMENTS
-        # Sharding moves tensors among its inputs to the device, arrays not.
-        selected_N = predict_N.cpu().numpy() if predict_on_host_N is None else predict_on_host_N
-        split = Split.of(self.context, lengths, continues, selected_N, inner)
-        if self.replay is not None and routes is not None and not routes[1]:
-            self.replay.force(split.own(routes[0] - FREE) + FREE)  # what fills up is free
         output = self._run(
             input_ids=split.own(tokens_T)[None], position_ids=split.own(positions_T)[None], split=split
         )
         at_M, own_M = (x.to(tokens_T.device) for x in (split.selected.at_M, split.selected.own_M))
         hidden_MD = output.last_hidden_state[0].index_select(0, at_M)
         return objective(self.head(hidden_MD, targets_N[own_M], split))
+
+    def _as_seen(
+        self, chosen: torch.Tensor, as_seen: bool, lengths: tuple[int, ...], split: Split | None
+    ) -> torch.Tensor:
+        """Routes of tokens as this rank's routers see these: what fills up is free."""
+        if as_seen:
+            return chosen
+        if split is not None:
+            return split.own(chosen - FREE) + FREE
+        if not is_padded(self.attention):
+            return chosen
+        rows = pad_sequence(list(chosen.split(lengths)), batch_first=True, padding_value=FREE)
+        return rows.flatten(0, 1)
 
     def hidden_states(
         self,
@@ -355,12 +366,6 @@ class Backbone(nn.Module):
             logits = tuple(split.of_tokens(layer_LE) for layer_LE in logits)
         self.imbalance = self.balance(logits, inputs.get("attention_mask"))
         return output
-
-
-def _in_rows(chosen_TLK: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """Routes of tokens as `_padded` lays them out."""
-    rows = pad_sequence(list(chosen_TLK.split(lengths)), batch_first=True, padding_value=FREE)
-    return rows.flatten(0, 1)
 
 
 @dataclass(frozen=True)

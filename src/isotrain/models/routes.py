@@ -71,20 +71,25 @@ class RouteReplay:
         return len(self._blocks)
 
     def force(self, chosen_RLK: torch.Tensor | None) -> None:
-        """From now on, until it is called again; None leaves the choice to the routers."""
+        """From now on, until it is called again; None leaves the choice to the routers.
+
+        The host does not wait for a device that has them: `check` is for routes that it still has itself.
+        """
         if chosen_RLK is not None and chosen_RLK.shape[1] != self.layers:
             raise ModelError(
                 f"the recorded routes are of {chosen_RLK.shape[1]} layers with experts, this model has "
                 f"{self.layers}: are they of this recipe?"
             )
-        # Here and not in each layer, where it would make the host wait for the device.
-        largest = -1 if chosen_RLK is None else int(chosen_RLK.max())
+        self._forced = None if chosen_RLK is None else list(chosen_RLK.long().unbind(1))
+
+    def check(self, chosen_TLK: torch.Tensor) -> None:
+        """An error for experts that this model does not have."""
+        largest = int(chosen_TLK.max())
         if largest >= self._experts:
             raise ModelError(
                 f"the recorded routes name expert {largest}, this model has {self._experts}: are they of "
                 "this recipe?"
             )
-        self._forced = None if chosen_RLK is None else list(chosen_RLK.long().unbind(1))
 
     def record(self) -> None:
         """Keep the routes of the next forward pass."""
