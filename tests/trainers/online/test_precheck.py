@@ -19,6 +19,7 @@ from isotrain.recipe.online import RewardSection
 from isotrain.trainers.build import TRAIN, open_prompts, repetition_warning
 from isotrain.trainers.online import precheck
 from isotrain.trainers.online.precheck import check_answers, check_online, look_online, response_ends
+from small_models import small_config
 from support import needs_vllm
 
 MISTAKES: dict[str, dict[str, dict[str, Any]]] = {
@@ -101,6 +102,26 @@ def test_where_responses_end_is_compared_and_said(
     else:
         (told,) = warnings
         assert re.search(warning, told)
+
+
+@needs_vllm
+def test_warns_of_windows_that_are_wider_in_vllm(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny / "model", model)
+    recipe = online_recipe(tiny, tmp_path, "cpu")
+    assert recipe.rollout is not None
+    longest = recipe.data.max_length + recipe.rollout.max_tokens
+
+    def warnings(engine: str, kind: str, window: int) -> list[str]:
+        small_config(kind, sliding_window=window).save_pretrained(model)
+        changed = {"model": {"path": str(model)}, "rollout": {"engine": engine}}
+        return check_online(online_recipe(tiny, tmp_path, "cpu", **changed))
+
+    (warning,) = warnings("vllm", "cohere2", longest - 1)
+    assert f"sees {longest} tokens in vLLM and {longest - 1} in training" in warning
+    assert f"(now {longest})" in warning
+    others = ("vllm", "cohere2", longest), ("hf", "cohere2", 5), ("vllm", "gemma2", 5)
+    assert [warnings(*other) for other in others] == [[], [], []]
 
 
 def test_a_sandbox_must_work(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def check_online(recipe: Recipe) -> list[str]:
     for problem in _not_here(recipe):
         raise problem
     _check_plugins(algorithm, reward)
-    ends = _check_ends(recipe) if rollout.generates else []
+    ends = [*_check_ends(recipe), *_check_window(recipe, rollout)] if rollout.generates else []
     return [*_check_models(recipe, algorithm, reward), *ends, *_warnings(recipe, algorithm, rollout)]
 
 
@@ -120,6 +120,26 @@ def _check_ends(recipe: Recipe) -> list[str]:
             f"generation_config.json ends responses at {_named(tokenizer, model_ends)}; responses end at both"
         ]
     return []
+
+
+# Their `sliding_window` counts the tokens that one sees: in vLLM without itself, in transformers with it.
+_WIDER_IN_VLLM = {"cohere2", "cohere2_moe"}
+
+
+def _check_window(recipe: Recipe, rollout: RolloutSection) -> list[str]:
+    from isotrain.models.config import text_config
+    from isotrain.models.load import model_directory, read_config
+
+    text = text_config(read_config(model_directory(recipe.model.path)))
+    window, longest = getattr(text, "sliding_window", None), recipe.data.max_length + rollout.max_tokens
+    if rollout.engine != "vllm" or text.model_type not in _WIDER_IN_VLLM or not window or longest <= window:
+        return []
+    return [
+        f"rollout.engine: in sliding layers of model type '{text.model_type}' a token sees {window + 1} "
+        f"tokens in vLLM and {window} in training, as in transformers: log-probs of longer sequences differ. "
+        f"Set rollout.engine: hf, or data.max_length and rollout.max_tokens whose sum is {window} at most "
+        f"(now {longest})"
+    ]
 
 
 def look_online(recipe: Recipe) -> list[str]:
