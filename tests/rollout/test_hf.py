@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.detect import choose_device
@@ -23,6 +24,7 @@ from isotrain.rollout.build import build_rollout
 from isotrain.rollout.hf import HfEngine
 from isotrain.weights.file import write_update
 from isotrain.weights.update import FileSource, WeightUpdate
+from small_models import small_config
 
 pytestmark = pytest.mark.heavy
 
@@ -220,20 +222,25 @@ def test_an_update_of_a_mixture_is_in_published_form(tmp_path: Path, architectur
         engine.update_weights(write_update(tensors.items(), 2))
 
 
-def test_what_cannot_be_built(tiny: Path) -> None:
-    def build(**section: Any) -> None:
+def test_what_cannot_be_built(tiny: Path, tmp_path: Path) -> None:
+    def build(model: Path, max_prompt: int, **section: Any) -> None:
         build_rollout(
-            RolloutSection(engine="hf", **section),
-            str(tiny / "model"),
+            RolloutSection.model_validate(section),
+            str(model),
             "float32",
             device=choose_device("cpu"),
-            max_prompt=1000,
+            max_prompt=max_prompt,
             seed=0,
             name="e",
         )
 
     with pytest.raises(RolloutError, match=r"rollout.max_tokens: .* make 2049, .* write 1048 or less"):
-        build(max_tokens=1049)
+        build(tiny / "model", 1000, engine="hf", max_tokens=1049)
+    if "qwen3_next" not in CONFIG_MAPPING:
+        return
+    small_config("qwen3_next").save_pretrained(tmp_path)
+    with pytest.raises(RolloutError, match=r"'qwen3_next' in bfloat16 only; set rollout\.engine: hf"):
+        build(tmp_path, 8, engine="vllm", max_tokens=8)
 
 
 def test_a_float32_head_is_the_trainers(tiny: Path, device_type: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from isotrain.data.trajectory import sample_seed
 from isotrain.device.base import Device
 from isotrain.errors import RolloutError
-from isotrain.models.config import Positions, positions
+from isotrain.models.config import Positions, positions, text_config
 from isotrain.models.load import model_directory, read_config
 from isotrain.recipe.online import RolloutSection
 from isotrain.recipe.schema import ModelSection
@@ -124,8 +124,19 @@ def build_rollout(
 # Engines are imported when they are asked for: each brings packages that the others do not need.
 
 
+# On a processor, kernels of their recurrent layers end in an assertion where the type is another.
+_BFLOAT16_ON_CPU = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+
+
 def _vllm(plan: EngineArguments) -> RolloutEngine:
     from isotrain.rollout.vllm import VllmEngine
+
+    kind = text_config(read_config(plan.directory)).model_type
+    if plan.device.type == "cpu" and plan.dtype != "bfloat16" and kind in _BFLOAT16_ON_CPU:
+        raise RolloutError(
+            f"rollout.engine: on a CPU, vLLM computes recurrent layers of model type '{kind}' in bfloat16 "
+            "only; set rollout.engine: hf, or model.dtype: bfloat16"
+        )
 
     max_length = plan.room(1)  # scoring a whole sequence, it writes a token after it
     # What vLLM calls it, and reads in the model's configuration.
