@@ -132,7 +132,7 @@ def test_other_weights_and_a_cure_that_changed_the_outcome_are_told(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--step", "1"), "step 1"),
+        (("--step", "1"), "step-000001"),
         (("--step", "5"), "steps there: 1"),
         (("--step", "2", "--temperature", "0.5"), "--temperature"),
         (("--step", "2", "--with-cure", "nowhere"), "nowhere"),

@@ -101,7 +101,7 @@ class Inside:
         if name.endswith(".gate"):
             tables = [(self.routers, name.removesuffix(".gate"), result)]
         for table, key, tensor in tables:
-            rows = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu", copy=True)
+            rows = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu", copy=True).contiguous()
             table[key] = torch.cat([table[key], rows]) if key in table else rows
 
 
