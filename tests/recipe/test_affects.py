@@ -74,7 +74,7 @@ def test_sections_are_free_only_as_a_whole() -> None:
     def sections(names: frozenset[str]) -> set[str]:
         return names - {leaf.path for leaf in leaves(Recipe)}
 
-    everywhere = {"cluster", "device", "device.mesh", "model.offload", "observe"}
+    everywhere = {"cluster", "device", "device.mesh", "model.offload", "observe", "observe.profile"}
     assert sections(MAY_CHANGE_ON_RESUME) == {*everywhere, "rollout.validation", "trainer"}
     assert sections(MAY_DIFFER_IN_PARITY) == everywhere
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from isotrain.device.base import FusedOperators, Memory
+from isotrain.device.base import FusedOperators, Memory, Profiler
 
 # Ranks load models at different speeds, and the fastest waits for the slowest in the first collective.
 MANY_RANKS, MANY_RANKS_CONNECT_SECONDS = 64, "1200"
@@ -29,6 +29,7 @@ class Accelerator:
     """Any of these packages gives transformers flash attention on this device."""
     rebuild_shared: str
     """torch's function for device memory of another process, as `module:name`."""
+    profiler: Callable[[], Profiler]
     peak_bf16_tflops: dict[str, float] = field(default_factory=dict)
     """By whole words of the device's name; the longest match counts."""
     deterministic_variables: Callable[[Mapping[str, str]], dict[str, str]] = lambda environment: {}
@@ -118,11 +119,17 @@ class Accelerator:
         return self.peak_bf16_tflops[max(matches, key=len)] * 1e12 if matches else None
 
 
+def _profiler() -> Profiler:
+    activity = torch.profiler.ProfilerActivity
+    return torch.profiler.profile(activities=[activity.CPU, activity.CUDA])
+
+
 # Written against PyTorch's documented interface; not verified on hardware yet.
 CUDA = Accelerator(
     type="cuda",
     collectives="cpu:gloo,cuda:nccl",
     rebuild_shared="torch.multiprocessing.reductions:rebuild_cuda_tensor",
+    profiler=_profiler,
     interface_variable="NCCL_SOCKET_IFNAME",
     visible_devices_variable="CUDA_VISIBLE_DEVICES",
     ray_resource="GPU",

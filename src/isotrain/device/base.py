@@ -53,6 +53,17 @@ class Memory:
     total: int
 
 
+class Profiler(Protocol):
+    """torch's profiler of this process and its device, or a vendor's that has the same methods."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def export_chrome_trace(self, path: str) -> None:
+        """Write what was recorded to a file that ends in `.json`."""
+
+
 class Device(Protocol):
     """Everything that differs between devices; the rest of the code asks here and never names one."""
 
@@ -142,6 +153,9 @@ class Device(Protocol):
 
     def memory(self) -> Memory:
         """Memory that this process holds on its device, and that is free there."""
+
+    def profiler(self) -> Profiler:
+        """Records operators of the host and the device from `start` to `stop`."""
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """Dense peak in FLOP/s, None where it is not known."""

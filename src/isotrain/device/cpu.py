@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from isotrain.device.base import Memory
+from isotrain.device.base import Memory, Profiler
 
 
 class Cpu:
@@ -77,6 +77,9 @@ class Cpu:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = _kib(_read("/proc/meminfo"), "MemAvailable")
         return Memory(_kib(status, "VmRSS"), _kib(status, "VmHWM"), free, total)
+
+    def profiler(self) -> Profiler:
+        return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         return None

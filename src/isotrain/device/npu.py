@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from isotrain.device.accelerator import Accelerator
-from isotrain.device.base import FusedOperators
+from isotrain.device.base import FusedOperators, Profiler
 
 # torch_npu is imported where it is called: this module is read on machines that do not have it.
 
@@ -157,10 +157,18 @@ def _port_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment.get(name) or "auto" for name in names}
 
 
+def _profiler() -> Profiler:
+    from torch_npu.profiler import profile
+
+    profiler: Profiler = profile()  # of host and device, where nothing else is said
+    return profiler
+
+
 NPU = Accelerator(
     type="npu",
     collectives="cpu:gloo,npu:hccl",
     rebuild_shared="torch_npu.multiprocessing.reductions:rebuild_npu_tensor",
+    profiler=_profiler,
     interface_variable="HCCL_SOCKET_IFNAME",
     connect_timeout_variable="HCCL_CONNECT_TIMEOUT",
     visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES",

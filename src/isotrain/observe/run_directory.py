@@ -63,6 +63,7 @@ class RunDirectory:
         self.layer_trace = self.path / "layer_trace"
         self.score_tests = self.path / "score_tests"
         self.trajectories = self.path / "trajectories"
+        self.profile = self.path / "profile"
 
     @classmethod
     def create(
@@ -93,7 +94,12 @@ class RunDirectory:
     def written(self) -> list[Path]:
         """Everything that a run writes here, whether or not it is there; its start last."""
         results = [self.checkpoints, self.metrics, self.log, self.status, self.plots, self.layer_trace]
-        results += [self.score_tests, self.trajectories, *(self.path / name for name in TRACKERS)]
+        results += [
+            self.score_tests,
+            self.trajectories,
+            self.profile,
+            *(self.path / name for name in TRACKERS),
+        ]
         return [*results, self.saved, self.recipe, self.environment, self.resolved]
 
     def links_out(self) -> Iterator[Path]:

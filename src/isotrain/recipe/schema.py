@@ -310,6 +310,15 @@ class TrainerSection(Section):
         return url
 
 
+class ProfileSection(Section):
+    affects: ClassVar[Affects] = Affects.EXECUTION
+
+    steps: list[Annotated[int, Field(ge=1)]] = Field(default=[], max_length=16)
+    """Steps in which to record who did what when, such as `[3, 4]`; `isotrain profile` reads it."""
+    trace: bool = True
+    """Also write torch's trace of these steps' operators on each training rank, which makes them slower."""
+
+
 class ObserveSection(Section):
     affects: ClassVar[Affects] = Affects.EXECUTION
 
@@ -330,6 +339,8 @@ class ObserveSection(Section):
     """Compute the first step in float64 on the host, record it and end; `isotrain parity truth` sets it."""
     model_digest: bool = False
     """Record the SHA-256 of the model's files, which certificates need; with `layer_trace` it always is."""
+    profile: ProfileSection = ProfileSection()
+    """Where the time of some steps goes."""
 
     @property
     def probes(self) -> str | None:

@@ -57,6 +57,7 @@ from isotrain.trainers.preference import (
     precomputed,
     without_adapters,
 )
+from isotrain.trainers.profiling import RankProfile
 from isotrain.trainers.supervised import SftTask, SupervisedTrainer, Task
 
 CACHE_VARIABLE = "ISOTRAIN_CACHE"
@@ -78,8 +79,9 @@ def build_trainer(
     peak = recipe.device.peak_tflops
     engine, task = build_task(recipe, device=device, world=world)
     validates = validation is not None
+    job = build_job(recipe, recorder, steps, preemption, validates=validates, world=world)
     return SupervisedTrainer(
-        job=build_job(recipe, recorder, steps, preemption, validates=validates, world=world),
+        job=job,
         engine=engine,
         device=device,
         task=task,
@@ -93,7 +95,8 @@ def build_trainer(
         ),
         loader=loader,
         validation=validation,
-        checkpoints=RankCheckpoints.open(run, recipe.trainer, device, {"": engine}),
+        checkpoints=RankCheckpoints.open(run, recipe.trainer, device, {"": engine}, job.spans),
+        profile=RankProfile(job.spans, run, device, world.rank, recipe.observe.profile.trace),
         peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
     )
 

@@ -6,7 +6,7 @@ A `Recorder` has all outputs: metrics file, trackers, console; only one rank wri
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from isotrain.observe.console import Console
 from isotrain.observe.loggers import Logger, open_loggers
 from isotrain.observe.metrics import MetricsLog, named_errors, read_metrics
 from isotrain.observe.run_directory import RunDirectory
+from isotrain.observe.spans import SpanLog, rank_name
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe, TrainerSection
 from isotrain.trainers.preemption import Preempted, Preemption
@@ -165,11 +166,16 @@ class RankCheckpoints:
 
     @classmethod
     def open(
-        cls, run: RunDirectory, trainer: TrainerSection, device: Device, engines: Mapping[str, TrainingEngine]
+        cls,
+        run: RunDirectory,
+        trainer: TrainerSection,
+        device: Device,
+        engines: Mapping[str, TrainingEngine],
+        spans: SpanLog,
     ) -> RankCheckpoints:
         world, storage = engines[""].world, open_storage(trainer.checkpoint_storage)
         keep = trainer.keep_checkpoints
-        writer = CheckpointWriter(run.checkpoints, world.rank, world.size, keep, storage, run.saved)
+        writer = CheckpointWriter(run.checkpoints, world.rank, world.size, keep, storage, run.saved, spans)
         return cls(run, device, engines, writer)
 
     def newest(self) -> tuple[CheckpointReader | None, ResumeState]:
@@ -218,6 +224,11 @@ class Trainer(Protocol):
     def finish(self) -> None:
         """Wait until the last checkpoint is on disk."""
 
+    def begin_profile(self, step: int) -> None:
+        """Record who does what, until `end_profile`."""
+
+    def end_profile(self, step: int) -> None: ...
+
 
 @dataclass
 class Job:
@@ -236,6 +247,10 @@ class Job:
     preemption: Preemption = field(default_factory=Preemption)
     world: World | None = None
     """The ranks that run the same loop; None for the one process that controls an online run."""
+    profiled: Collection[int] = ()
+    """Steps of which it is recorded who did what when."""
+    spans: SpanLog = field(default_factory=lambda: SpanLog("controller"))
+    """Those of this process, where such steps are asked for."""
 
     @property
     def is_main(self) -> bool:
@@ -265,7 +280,12 @@ class Job:
             self.recorder.write(0, trainer.validate(0))
         for step in range(done + 1, self.last_step + 1):
             self.preemption.begin(step)
-            yield step
+            if step in self.profiled:
+                trainer.begin_profile(step)
+                yield step
+                trainer.end_profile(step)
+            else:
+                yield step
 
     def validates_after(self, step: int) -> bool:
         is_due = step == self.steps or (self.validate_every > 0 and step % self.validate_every == 0)
@@ -282,8 +302,9 @@ class Job:
 
         A run that was asked to end saves and raises `Preempted`.
         """
-        self.recorder.write(step, values)
-        due, preempted = self._agree(step)
+        with self.spans.span("write_metrics"):
+            self.recorder.write(step, values)
+            due, preempted = self._agree(step)
         seconds = self._save(step, trainer) if due or preempted else 0.0
         if preempted and step < self.last_step:
             self.finish(trainer)
@@ -302,8 +323,9 @@ class Job:
 
     def _save(self, step: int, trainer: Trainer) -> float:
         started = time.perf_counter()
-        self.recorder.sync()
-        trainer.save(step)
+        with self.spans.span("save"):
+            self.recorder.sync()
+            trainer.save(step)
         seconds = time.perf_counter() - started
         self.saves.saved(seconds)
         return seconds
@@ -326,7 +348,8 @@ def build_job(
     validates: bool,
     world: World | None = None,
 ) -> Job:
-    trainer = recipe.trainer
+    trainer, profiled = recipe.trainer, recipe.observe.profile.steps
+    name = "controller" if world is None else rank_name(world.rank)
     return Job(
         run=RunDirectory(recipe.output),
         recorder=recorder,
@@ -340,4 +363,6 @@ def build_job(
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
         preemption=preemption or Preemption(),
         world=world,
+        profiled=profiled,
+        spans=SpanLog(name, on=bool(profiled)),
     )

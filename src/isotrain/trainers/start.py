@@ -113,8 +113,13 @@ def attach_probes(engine: TrainingEngine, recipe: Recipe, done: int) -> None:
 
 
 def check_probe_in_run(recipe: Recipe, steps: int) -> None:
-    """Before anything is computed: a probe needs steps after its checkpoint."""
-    after = recipe.observe.layer_trace_after
+    """Before anything is computed: a probe needs steps after its checkpoint, a profile its steps."""
+    profile, after = recipe.observe.profile, recipe.observe.layer_trace_after
+    if late := [step for step in profile.steps if step > steps]:
+        raise RecipeError(
+            f"observe.profile.steps: the run has {steps} steps, so step {late[0]} is never profiled; "
+            f"give steps up to {steps}"
+        )
     if after >= steps:
         raise RecipeError(
             f"observe.layer_trace_after: the run has {steps} steps, so after step {after} nothing is left to "

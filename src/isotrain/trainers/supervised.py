@@ -13,8 +13,10 @@ from isotrain.engine.engine import Loss, TrainingEngine, UpdateResult
 from isotrain.engine.optimizer import Schedule
 from isotrain.errors import ZeroGradientError
 from isotrain.models.config import training_flops
+from isotrain.observe.spans import write_spans
 from isotrain.trainers.job import Job, RankCheckpoints
 from isotrain.trainers.preemption import Preempted
+from isotrain.trainers.profiling import RankProfile
 
 Step = TypeVar("Step", contravariant=True)
 
@@ -66,6 +68,7 @@ class SupervisedTrainer:
     loader: BatchLoader
     validation: BatchLoader | None
     checkpoints: RankCheckpoints
+    profile: RankProfile
     peak_flops: float | None
     counts: UpdateCounts = field(default_factory=UpdateCounts)
 
@@ -82,14 +85,17 @@ class SupervisedTrainer:
     def _train(self, done: int) -> None:
         for step in self.job.steps_after(done, self):
             started = time.perf_counter()
-            data = self.loader.next_step()
-            result = self.task.update(data, self.schedule(step))
-            self.device.synchronize()
+            with self.job.spans.span("data"):
+                data = self.loader.next_step()
+            with self.job.spans.span("update"):
+                result = self.task.update(data, self.schedule(step))
+                self.device.synchronize()
             values = self._values(step, result, data, time.perf_counter() - started)
             self._count_skipped(step, result)
             self._check_gradient(step, result)
             if self.job.validates_after(step):
-                values |= self.validate(step)
+                with self.job.spans.span("validate"):
+                    values |= self.validate(step)
             self.job.end_step(step, values, self)
             self.job.warn_save_failure(self.checkpoints.writer.failure())
         self.job.finish(self)
@@ -159,6 +165,16 @@ class SupervisedTrainer:
         self.checkpoints.writer.wait()
         self.engine.world.barrier()  # the end of a preempted rank ends those that are still writing
         self.checkpoints.finish()
+
+    def begin_profile(self, step: int) -> None:
+        self.profile.begin()
+
+    def end_profile(self, step: int) -> None:
+        rank = self.engine.world.rank
+        spans, problem = self.profile.end(step)
+        problem = write_spans(self.job.run, step, f"rank-{rank}", spans) or problem
+        if problem:
+            self.job.recorder.console.message(f"warning: {problem}")
 
     def resume(self) -> int:
         """Restore the newest valid checkpoint, if there is one; returns the steps done."""

@@ -30,6 +30,7 @@ from isotrain.engine.checkpoint.storage import Storage, StorageError, StoredCopy
 from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.models.weights import Shard
 from isotrain.observe.run_directory import write_saved
+from isotrain.observe.spans import SpanLog
 
 # Ranks write at their own pace to one file system; one that is silent for longer than this has failed.
 PEER_TIMEOUT_SECONDS = 1800.0
@@ -51,6 +52,7 @@ class CheckpointWriter:
         keep: int,
         storage: Storage | None = None,
         saved: Path | None = None,
+        spans: SpanLog | None = None,
     ) -> None:
         """`saved` is a file outside of `root` that gets the newest complete step."""
         assert keep >= 1, "the newest checkpoint is never removed"
@@ -60,6 +62,7 @@ class CheckpointWriter:
         self.keep = keep
         self.storage = storage
         self.saved = saved
+        self.spans = spans or SpanLog("")
         self._thread: threading.Thread | None = None
         self._unreported: list[str] = []
         self._newest_failure: str | None = None
@@ -123,9 +126,10 @@ class CheckpointWriter:
             if self.rank == 0:
                 self._remove_leftovers(temporary)
             temporary.mkdir(exist_ok=True)
-            report = self._write_shards(temporary, step, staged, metadata)
-            if self.rank == 0:
-                self._commit(temporary, target, step, state, report)
+            with self.spans.span("write_checkpoint"):
+                report = self._write_shards(temporary, step, staged, metadata)
+                if self.rank == 0:
+                    self._commit(temporary, target, step, state, report)
         except Exception as error:  # a thread has no caller to raise to: the loop asks for the failure
             who = "" if isinstance(error, _PeerFailure) else f"rank {self.rank}: "
             self._newest_failure = f"checkpoint {target.name} was not saved: {who}{error}"

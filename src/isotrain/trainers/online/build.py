@@ -73,7 +73,9 @@ def build_trainer(
     )
     rollout_progress = RolloutProgress(recorder.console.waiting, recorder.console.message)
     queue = Replaceable(groups.queue, **common) if len(groups.queue) else None
-    collector = Collector(engines, Replaceable(groups.rewards, **common), rollout_progress, queue)
+    collector = Collector(
+        engines, Replaceable(groups.rewards, **common), rollout_progress, queue, spans=job.spans
+    )
     sampler = prompt_sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
     greedy = "greedy_R" in estimation.estimator.needs
     maker = _maker(recipe, stores[TRAIN], collector, sampler, resumed.step, greedy)

@@ -19,13 +19,15 @@ from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.kl import AdaptiveKl, FixedKl
 from isotrain.algorithms.rewards import overlong_penalty
 from isotrain.cluster.failures import Overdue, WorkerDied
-from isotrain.cluster.workers import WorkerGroup
+from isotrain.cluster.replaceable import Died, WorkerTask
+from isotrain.cluster.workers import WorkerCall, WorkerGroup
 from isotrain.engine.checkpoint.layout import wait_for_pending
 from isotrain.engine.optimizer import Schedule
 from isotrain.errors import RewardError, WeightUpdateError
 from isotrain.observe.metrics import read_metrics
 from isotrain.observe.mismatch_watch import METRIC as MISMATCH
 from isotrain.observe.mismatch_watch import MismatchWatch
+from isotrain.observe.spans import write_spans
 from isotrain.recipe.online import OnlineSection, PpoSection, RewardSection, RolloutSection
 from isotrain.recipe.schema import DataSection
 from isotrain.rollout.validation import validation_index, validation_sampling
@@ -162,7 +164,7 @@ class OnlineTrainer:
             timing = self.progress.timing = self.progress.save_timing
             self.progress.save_timing = {}
             with timed(timing, "step"):
-                with timed(timing, "wait_for_batch"):
+                with self._timed("wait_for_batch"):
                     batch = self.batches.next()
                 batch, plan = self._deliver(batch)
                 values = self._learn(step, batch, plan)
@@ -170,13 +172,40 @@ class OnlineTrainer:
                 self.batches.weights_published()
             self.progress.taken = batch.taken
             if self.job.validates_after(step):
-                with timed(timing, "validate"):
+                with self._timed("validate"):
                     values |= self.validate(step)
             values |= self._performance(batch, plan)
             if seconds := self.job.end_step(step, values, self):
                 self.progress.save_timing = {"save_checkpoint": seconds}
         self.engines.settle()
         self.job.finish(self)
+
+    def begin_profile(self, step: int) -> None:
+        self.ranks.call(PolicyRank.begin_profile)
+        for task in self._beside_engines(RolloutWorker.begin_profile):
+            self.engines.result(task)
+        self.job.spans.begin()
+
+    def end_profile(self, step: int) -> None:
+        spans = self.job.spans.take()
+        of_ranks = self.ranks.call(PolicyRank.end_profile, step)
+        for rank in of_ranks:
+            spans += rank.spans
+        for task in self._beside_engines(RolloutWorker.end_profile):
+            reply = self.engines.result(task)
+            spans += [] if isinstance(reply, Died) else reply
+        problems = [write_spans(self.job.run, step, "controller", spans), *(r.problem for r in of_ranks)]
+        for problem in filter(None, problems):
+            self.job.recorder.console.message(f"warning: {problem}")
+
+    def _beside_engines(self, method: Callable[[RolloutWorker], T]) -> list[WorkerTask[WorkerCall[T]]]:
+        """Engines may be generating, and are not waited for."""
+        return [self.engines.submit_beside(index, method) for index in range(len(self.engines))]
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        with timed(self.progress.timing, name), self.job.spans.span(name):
+            yield
 
     def save(self, step: int) -> None:
         # Colocated, the ranks' state is in host memory since the weights were sent: it is saved from there.
@@ -212,11 +241,11 @@ class OnlineTrainer:
     def _deliver(self, batch: Batch) -> tuple[Batch, StepPlan]:
         """Trajectories to the ranks that will learn from them."""
         mini_batch_size = self.algorithm.prompts_per_update(self.data.batch_size)
-        with timed(self.progress.timing, "deliver"):
+        with self._timed("deliver"):
             groups, plan = self._load(batch.groups, mini_batch_size, self.maker.again)
         self.engines.post(RolloutWorker.release, batch.taken)
         if self.colocated:
-            with self._in_time("before training"):
+            with self.job.spans.span("switch"), self._in_time("before training"):
                 self.engines.on_all(RolloutWorker.sleep, self.engines.timeout)
                 self.ranks.within(self.engines.timeout).call(PolicyRank.onload)
         return replace(batch, groups=groups), plan
@@ -270,23 +299,23 @@ class OnlineTrainer:
         old_logps = (several and not algorithm.rollout_correction.bypass_mode) or kl_in_reward or warming
         kl_E, mean_kl = np.zeros_like(scores_E), 0.0
         if kl_in_reward:
-            penalties = self._one_per_group(ranks.call(PolicyRank.prepare, old_logps))
+            with self.job.spans.span("learn"):
+                penalties = self._one_per_group(ranks.call(PolicyRank.prepare, old_logps))
             kl_E, mean_kl = episode_penalties(penalties, batch.groups)
         shaped_E = scores_E + self._length_shaping(batch)
         self._warn_equal_scores(step, batch, shaped_E)
         rewards_E = shaped_E - self.progress.kl.coefficient * kl_E
-        with timed(self.progress.timing, "adv"):
+        with self._timed("adv"):
             given = self._advantages(batch, plan, shaped_E, rewards_E)
-        with timed(self.progress.timing, "record") if self.record is not None else nullcontext():
+        with self._timed("record") if self.record is not None else nullcontext():
             records = self._records(step, batch, plan, given, rewards_E)
         critic_lr = None if self.critic_schedule is None else self.critic_schedule(step)
-        reports = ranks.call_each(
-            PolicyRank.learn,
-            [
-                RankStep(scores, self.schedule(step), critic_lr, old_logps, not warming, record)
-                for scores, record in zip(self._broadcast(given), records, strict=True)
-            ],
-        )
+        orders = [
+            RankStep(scores, self.schedule(step), critic_lr, old_logps, not warming, record)
+            for scores, record in zip(self._broadcast(given), records, strict=True)
+        ]
+        with self.job.spans.span("learn"):
+            reports = ranks.call_each(PolicyRank.learn, orders)
         self._collect_reports(reports)
         reports = self._one_per_group(reports)
         values = step_metrics(batch.groups, scores_E, rewards_E, step - 1, failures)
@@ -329,7 +358,7 @@ class OnlineTrainer:
         """Scores of the loaded responses from all rewards. One that could not be scored stays at that."""
         model_scores = {}
         for name in self.reward.reward_models:
-            with timed(self.progress.timing, "reward_model"):
+            with self._timed("reward_model"):
                 parts = self._one_per_group(self.ranks.call(PolicyRank.reward_model_scores, name))
             scores_R = np.empty(sum(map(len, parts)))
             for part in parts:
@@ -375,7 +404,7 @@ class OnlineTrainer:
         """The policy's weights to all engines. On-policy, nothing goes on before they have them."""
         if not self.rollout.generates:
             return {"rollout/version": float(version)}
-        with timed(self.progress.timing, "update_weights"), self._in_time(f"weight update {version}"):
+        with self._timed("update_weights"), self._in_time(f"weight update {version}"):
             difference = self.weights.send(version, wait=isinstance(self.batches, SyncBatches))
         return {"rollout/version": float(version), "rollout/weight_check_diff": difference}
 

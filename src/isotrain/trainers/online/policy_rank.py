@@ -5,8 +5,8 @@ R: trajectories, N: their response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from isotrain.models.lora import adapters_off
 from isotrain.models.packed import shares_prompts
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
+from isotrain.observe.spans import SpanLog, rank_name, spanned
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.job import RankCheckpoints, ResumeState
@@ -52,6 +53,7 @@ from isotrain.trainers.online.step import (
     update_means,
     whiten_all,
 )
+from isotrain.trainers.profiling import Profiled, RankProfile
 from isotrain.trainers.start import attach_probes, describe_model
 from isotrain.weights.file import remove_private_directory
 from isotrain.weights.send import SendOrder, Sent, WeightSender
@@ -104,6 +106,7 @@ class PolicyRank:
         self.minis: list[list[Micro]] = []
         self.prepared = False
         self.seconds: dict[str, float] = {}
+        self.spans = SpanLog("training rank", on=bool(self.recipe.observe.profile.steps))
         self.version = 0
         """Version of the policy's weights: the step that made them."""
 
@@ -120,7 +123,9 @@ class PolicyRank:
         self.weights = WeightSender(self.policy, self.models.rollout_dtype, self.offload)
         self.run = RunDirectory(recipe.output)
         engines = {"": self.policy} | ({"critic/": critic} if (critic := self.models.critic) else {})
-        self.checkpoints = RankCheckpoints.open(self.run, recipe.trainer, self.device, engines)
+        self.checkpoints = RankCheckpoints.open(self.run, recipe.trainer, self.device, engines, self.spans)
+        self.spans.worker, rank = rank_name(self.world.rank), self.world.rank
+        self.profile = RankProfile(self.spans, self.run, self.device, rank, recipe.observe.profile.trace)
         return Description(
             self.device.type,
             self.device.name(),
@@ -145,6 +150,18 @@ class PolicyRank:
         self.version = resumed.step
         return resumed
 
+    def begin_profile(self) -> None:
+        self.profile.begin()
+
+    def end_profile(self, step: int) -> Profiled:
+        return self.profile.end(step)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        with timed(self.seconds, name), self.spans.span(name):
+            yield
+
+    @spanned("load")
     def load(self, plan: RankPlan) -> list[int]:
         """Fetch this rank's trajectories; returns which of the plan's groups are lost, if any.
 
@@ -190,20 +207,20 @@ class PolicyRank:
         """Infer what must be known before any update; returns KL penalties of this rank's trajectories."""
         penalties: list[Penalty] = []
         if old_logps:
-            with timed(self.seconds, "old_log_prob"):
+            with self._timed("old_log_prob"):
                 self._old_log_probs()
         if self.settings.kl_place != "off":
-            with timed(self.seconds, "ref"):
+            with self._timed("ref"):
                 penalties = self._reference_log_probs()
         distillation = self.settings.distillation
         if distillation is not None and not distillation.over_vocabulary:
             assert self.models.teacher is not None
-            with timed(self.seconds, "ref"):
+            with self._timed("ref"):
                 teacher_logps = self._logps(self.models.teacher)
             for micro, logp_N in zip(self.micros, teacher_logps, strict=True):
                 micro.teacher_logp_N = logp_N
         if self.models.critic is not None:
-            with timed(self.seconds, "values"):
+            with self._timed("values"):
                 self._values()
         self.prepared = True
         return penalties
@@ -212,19 +229,19 @@ class PolicyRank:
         """Everything between scores of the loaded trajectories and new weights."""
         if not self.prepared:
             self.prepare(step.old_logps)
-        with timed(self.seconds, "adv"):
+        with self._timed("adv"):
             advantages = self._advantages(step.given)
         metrics: dict[str, float] = {}
         if step.critic_lr is not None:
-            with timed(self.seconds, "update_critic"):
+            with self._timed("update_critic"):
                 metrics |= self._update_critic(step.critic_lr)
         if step.updates_policy:
-            with timed(self.seconds, "update_actor"):
+            with self._timed("update_actor"):
                 metrics |= self._update_policy(step.lr, step.given.kl_coefficient)
         self.version += 1
         mismatch = self._mismatch()
         if step.record is not None:
-            with timed(self.seconds, "record"):
+            with self._timed("record"):
                 self._record(step.record)
         self.forget()
         peak, failure = self.device.memory().peak / 2**30, self.checkpoints.writer.failure()
@@ -276,6 +293,7 @@ class PolicyRank:
         ):
             micro.values_N = values_N
 
+    @spanned("reward_model")
     def reward_model_scores(self, name: str) -> dict[int, float]:
         """A reward model's scores of this rank's trajectories."""
         trajectories = {i: self.trajectories[i] for micro in self.micros for i in micro.batch.index}
@@ -338,9 +356,11 @@ class PolicyRank:
             [micro.mismatch or policy_mismatch(micro, micro.old_logp_N) for micro in self.micros]
         )
 
+    @spanned("send_weights")
     def announce_weights(self, order: SendOrder) -> Sent:
         return self.weights.announce(order)
 
+    @spanned("send_weights")
     def send_weights(self, order: SendOrder) -> Sent:
         return self.weights.send(order)
 
@@ -369,6 +389,7 @@ class PolicyRank:
         """The step is done: its trajectories may go."""
         self.minis, self.trajectories = [], {}
 
+    @spanned("save")
     def save(self, step: int, state: Mapping[str, float]) -> str | None:
         """From the device, or from host memory if the models are there; returns how earlier saves failed."""
         self.checkpoints.save(step, state, copied=self.offloaded)
@@ -378,11 +399,13 @@ class PolicyRank:
         """Wait until the last checkpoint is on disk."""
         self.checkpoints.finish()
 
+    @spanned("offload")
     def offload(self, but_weights: bool = False) -> None:
         """Everything to host memory: the device is another's for a while. `but_weights` are the policy's."""
         for engine in self.models.all():
             offload(engine, keep_weights=but_weights and engine is self.policy)
 
+    @spanned("onload")
     def onload(self) -> None:
         """Everything back to the device, with the trajectories of the step."""
         for engine in self.models.all():

@@ -17,6 +17,7 @@ from isotrain.cluster.objects import put
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
 from isotrain.errors import EngineLost
+from isotrain.observe.spans import Span, SpanLog, spanned
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
@@ -42,6 +43,7 @@ class RolloutWorker:
         self._episodes: Episodes | None = None
         self._held: list[tuple[int, TrajectoriesHandle]] = []
         self._lock = threading.Lock()  # in flight, several calls run at a time
+        self.spans = SpanLog(name, on=bool(self.recipe.observe.profile.steps))
 
     def start(self) -> dict[str, str]:
         """Load the engine; returns its settings."""
@@ -100,7 +102,7 @@ class RolloutWorker:
         gradual = self.loop.in_flight or self._episodes is not None
         supply = Supply(prompts, max(1, room // n), gradual=gradual)
         urgent = store != TRAIN  # training waits for validation, and not for the batches ahead of it
-        with _dying_with_its_engine():
+        with self.spans.span("generate"), _dying_with_its_engine():
             for group in self._groups(store, supply, n, sampling, version, urgent):
                 handle = put(tuple(group))
                 with self._lock:
@@ -136,12 +138,20 @@ class RolloutWorker:
     def report(self) -> None:
         """Returns as soon as all earlier calls are done."""
 
+    def begin_profile(self) -> None:
+        self.spans.begin()
+
+    def end_profile(self) -> list[Span]:
+        return self.spans.take()
+
+    @spanned("update_weights")
     def update(self, update: WeightUpdate) -> int:
         """Take new weights; returns the version that the engine now has."""
         with _dying_with_its_engine():
             self.loop.update(update)
         return self.engine.version
 
+    @spanned("receive_weights")
     def receive(self, update: WeightUpdate, timeout: float) -> None:
         """Take what is sent into a second buffer, beside generation; returns when all engines have it."""
         with _dying_with_its_engine():
@@ -159,6 +169,7 @@ class RolloutWorker:
             return f"{self.name}: {error}"
         return ""
 
+    @spanned("weight_check")
     def weight_check(self, prompts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
         """Log-probs of all prompts, one after the other."""
         with _dying_with_its_engine():
@@ -175,15 +186,18 @@ class RolloutWorker:
         """In one call, because calls that run at the same time have no order."""
         return self.update(update), self.weight_check(prompts)
 
+    @spanned("sleep")
     def sleep(self) -> None:
         with _dying_with_its_engine():
             self.loop.run(self.engine.sleep)
 
+    @spanned("wake")
     def wake_for_weights(self) -> None:
         """There is no memory to generate yet: the ranks still hold what they send."""
         with _dying_with_its_engine():
             self.loop.run(lambda: self.engine.wake(weights_only=True))
 
+    @spanned("wake")
     def wake(self) -> None:
         with _dying_with_its_engine():
             self.loop.run(self.engine.wake)

@@ -22,6 +22,7 @@ from isotrain.cluster.replaceable import DIED, Died, Replaceable, WorkerTask
 from isotrain.cluster.workers import Stream, WorkerCall, next_item, wait_any
 from isotrain.data.loader import Sampler
 from isotrain.errors import WorkerLost
+from isotrain.observe.spans import SpanLog
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN
 from isotrain.trainers.online.engines import Engines, engine_name
@@ -56,6 +57,8 @@ class Collector:
     queue: Replaceable[PromptQueue] | None = None
     """That engines draw prompts from; without, each gets an equal part at the beginning."""
     rounds: Iterator[int] = field(default_factory=itertools.count)
+    spans: SpanLog = field(default_factory=lambda: SpanLog("controller"))
+    """Of reward workers, from here: they may be busy when a profiled step ends."""
 
     def shares(self, prompt_requests: Sequence[PromptRequest]) -> list[Sequence[PromptRequest] | Draws]:
         """The prompts of each engine that is needed."""
@@ -136,7 +139,8 @@ class _Round:
         self.engine_is_free = engine_is_free
         self.streams: list[WorkerTask[Stream[Written]]] = []
         self.backlog: list[Written] = []
-        self.scoring: dict[WorkerTask[WorkerCall[list[ScoredGroup | None]]], list[Written]] = {}
+        self.scoring: dict[WorkerTask[WorkerCall[list[ScoredGroup | None]]], tuple[list[Written], int]] = {}
+        """What each call scores, and its span."""
         self.calls = [0] * len(self.rewards)
         """How many each reward worker is busy with."""
         self.done: dict[int, Group] = {}
@@ -187,11 +191,13 @@ class _Round:
             items = [(responses.row, handle) for responses, handle in work]
             index = self.calls.index(min(self.calls))
             self.calls[index] += 1
-            self.scoring[self.rewards.submit(index, RewardWorker.score, self.store, items)] = work
+            span = self.collector.spans.open("reward", f"reward worker {index}")
+            self.scoring[self.rewards.submit(index, RewardWorker.score, self.store, items)] = (work, span)
 
     def _take_scores(self, task: WorkerTask[WorkerCall[list[ScoredGroup | None]]]) -> None:
-        work = self.scoring.pop(task)
+        work, span = self.scoring.pop(task)
         self.calls[task.index] -= 1
+        self.collector.spans.close(span)
         scored = self.rewards.result(task)
         if isinstance(scored, Died):
             self.backlog += work

@@ -42,7 +42,7 @@ from torch_npu.build import library  # noqa: E402
 _C = library()
 torch.utils.rename_privateuse1_backend("npu")
 
-from torch_npu import distributed, npu, operators  # noqa: E402
+from torch_npu import distributed, npu, operators, profiler  # noqa: E402, F401
 from torch_npu.multiprocessing import reductions  # noqa: E402
 
 __version__ = "2.13.0+sim"
