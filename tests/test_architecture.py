@@ -35,6 +35,7 @@ TOOLS: dict[str, set[str]] = {
     "tools.evaluate": TRAINING,
     "tools.mismatch": {*TRAINING, "tools.probes"},
     "tools.plan": TRAINING,
+    "tools.profile": {"recipe", "observe"},
     "tools.probes": {"recipe", "observe", "models", "engine"},
     "tools.view": {"recipe", "observe", "data"},
 }

@@ -45,6 +45,10 @@ VERBS = {
         "Name why the engine's log-probs differ from the trainer's, with a share for each cause.",
     ),
     "runs": Verb("runs:runs", "List runs: state, step, last metrics, and what they wait for."),
+    "profile": Verb(
+        "profile:profile",
+        "Say where the time of a step goes, who waits for whom, and which recipe field would change it.",
+    ),
     "logs": Verb(
         "runs:logs",
         "Print what a run said: progress, warnings, and why it ended. Also of one that runs elsewhere.",
