@@ -83,6 +83,8 @@ def _show(result: RecipePlan, searched: bool) -> None:
     )
     for problem in result.problems:
         console.print(f"  {problem}")
+    for name in result.shipped_sizes:
+        console.print(f"  {name}: neither here nor on the Hub; the sizes that isotrain ships are taken")
     table = Table("memory of a training rank", "GB", box=None, header_style="bold", pad_edge=False)
     for name, size in sorted(result.memory.parts.items(), key=lambda part: -part[1]):
         table.add_row(name, f"{size / estimate.GB:.2f}")

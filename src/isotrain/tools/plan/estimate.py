@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from isotrain.models.config import AttentionShape, attention_shapes, training_fl
 from isotrain.models.load import read_config
 from isotrain.recipe.online import ClusterSection, OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
+from isotrain.tools.plan.known_models import known_model
 from isotrain.tools.plan.memory import TrainingMemory
 from isotrain.tools.plan.workload import step_samples
 
@@ -33,8 +36,19 @@ ENGINE_RESERVE_GB = 3.0
 """Part of an engine's memory for graphs and activations."""
 
 
+_SHIPPED: dict[str, tempfile.TemporaryDirectory[str]] = {}
+
+
+def has_shipped_sizes(path: str) -> bool:
+    """Whether `config_directory` took the sizes that isotrain ships."""
+    return path in _SHIPPED
+
+
 def config_directory(path: str) -> Path:
-    """A directory with the model's config.json; of a Hub model, nothing else is downloaded."""
+    """A directory with the model's config.json; of a Hub model, nothing else is downloaded.
+
+    Where the Hub cannot be reached, sizes of published models are those of `known_models`.
+    """
     local = Path(path).expanduser()
     if (local / "config.json").is_file():
         return local
@@ -43,6 +57,10 @@ def config_directory(path: str) -> Path:
     try:
         return hub.download(path, files=["config.json"])
     except hub.HubError as error:
+        if known := known_model(path):
+            directory = _SHIPPED.setdefault(path, tempfile.TemporaryDirectory(prefix="isotrain-plan-")).name
+            (Path(directory) / "config.json").write_text(json.dumps(known.config()))
+            return Path(directory)
         raise ModelError(
             f"model.path: '{path}' is neither a local directory with a config.json nor {error}"
         ) from error

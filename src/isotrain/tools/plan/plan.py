@@ -19,6 +19,7 @@ from isotrain.tools.plan.estimate import (
     Shape,
     StepTime,
     config_directory,
+    has_shipped_sizes,
     plan_engines,
     step_time,
 )
@@ -51,6 +52,17 @@ class RecipePlan:
         """Buffers of the communicators that the step uses, if nobody has set their size."""
         sizes = zip(self.memory.communicators, self.device.communicator_gb, strict=True)
         return sum(count * size for count, size in sizes)
+
+    @property
+    def shipped_sizes(self) -> list[str]:
+        """Models whose config.json could not be reached, so that the sizes that isotrain ships were taken."""
+        algorithm = self.recipe.algorithm
+        critic = algorithm.critic.path if isinstance(algorithm, PpoSection) else None
+        return [
+            path
+            for path in dict.fromkeys((self.recipe.model.path, critic))
+            if path and has_shipped_sizes(path)
+        ]
 
     @property
     def guessed_gb(self) -> dict[str, float]:
@@ -89,6 +101,7 @@ class RecipePlan:
             "fits": self.fits,
             "problems": self.problems,
             "changes": list(self.changes),
+            "shipped_sizes": self.shipped_sizes,
             "devices": self.devices,
             "ranks": self.ranks,
             "device": self.device.title,
