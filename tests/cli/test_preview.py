@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,22 @@ class TestPrompts:
             preview(str(online), ["data.max_length=2", "data.too_long=drop"], 1)
         preview(str(online), ["data.max_length=2", "data.too_long=truncate"], 1)
         assert "dropped" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_a_command_shows_the_same_without_torch(
+    recipe: Path, algorithm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = recipe.parent / f"{algorithm}.jsonl"
+    pair = '"chosen": "What is 3?", "rejected": "No"' if algorithm == "dpo" else '"completion": "What is 3?"'
+    rows.write_text(f'{{"prompt": [{{"role": "user", "content": "Q"}}], {pair}}}\n')
+    overrides = [f"data.train={rows}", f"algorithm.name={algorithm}"]
+    code = (
+        "import sys; from isotrain.cli.preview import preview; preview(sys.argv[1], sys.argv[2:], rows=1); "
+        "assert sys.modules['torch'] is None"
+    )
+    command = [sys.executable, "-c", code, str(recipe), *overrides]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0 and "PyTorch" not in told.stderr, told.stderr
+    preview(str(recipe), overrides, rows=1)
+    assert told.stdout == capsys.readouterr().out != ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
@@ -39,7 +41,8 @@ def preview(
 ) -> None:
     """Show the first training samples token by token, and which tokens have loss."""
     checked = load_recipe(recipe, *(overrides or []))
-    from isotrain.models.load import load_tokenizer, model_directory  # torch comes in only here
+    _hide_torch()
+    from isotrain.models.files import load_tokenizer, model_directory
     from isotrain.recipe.online import OnlineSection
     from isotrain.recipe.preference import PreferenceSection
 
@@ -50,6 +53,16 @@ def preview(
         _preview_preferences(checked, checked.algorithm, tokenizer, rows)
     else:
         _preview_samples(checked, tokenizer, rows)
+
+
+def _hide_torch() -> None:
+    """A tokenizer needs no torch, which takes longer to import than all else together.
+
+    A process that has it already, or transformers, goes on with it.
+    """
+    if not {"torch", "transformers"} & sys.modules.keys():
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 def _preview_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
@@ -80,7 +93,7 @@ def _preview_preferences(
     recipe: Recipe, algorithm: PreferenceSection, tokenizer: PreTrainedTokenizerBase, rows: int
 ) -> None:
     """Both sides of each pair, responses with their label, or steps with theirs."""
-    from isotrain.trainers.build import preference_encoder
+    from isotrain.trainers.encoder import preference_encoder
 
     encoder, console = preference_encoder(tokenizer, recipe.data, algorithm), rich_console()
 

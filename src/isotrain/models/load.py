@@ -13,17 +13,16 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
-from isotrain import hub
 from isotrain.errors import ModelError
-from isotrain.files import parse_json, read_regular
 from isotrain.models.attention import FLASH, FUSED, FUSED_PADDED, NO_FLASH, SEGMENTS
 from isotrain.models.config import attention_cap, layer_kinds, number_of_experts, text_config
+from isotrain.models.files import hub_commit as hub_commit
+from isotrain.models.files import load_tokenizer as load_tokenizer
+from isotrain.models.files import model_directory as model_directory
 from isotrain.models.logits import check_body
 from isotrain.models.mixers import KIND, mixers_of
 from isotrain.models.packed import is_padded
@@ -39,46 +38,6 @@ IMPLEMENTATIONS = {
 
 # Attention, or experts one after the other, in plain operators.
 EAGER = "eager"
-_LARGEST_CONFIG = 16 << 20
-
-
-def model_directory(path: str, field: str = "model.path") -> Path:
-    """A local directory as it is; what a Hub name stands for is downloaded.
-
-    `name@revision` is a commit, tag or branch of it. `field` is where the user wrote the path.
-    """
-    local = Path(path).expanduser()
-    if (local / "config.json").is_file():
-        return _with_json(local)
-    if local.exists() or path.startswith((".", "/", "~")):
-        if (local / "resolved.json").is_file() and (local / "metrics.jsonl").is_file():
-            raise ModelError(
-                f"{field}: '{path}' is a run, not a model; write its model with "
-                f"isotrain export {path} --out DIR, and set DIR"
-            )
-        problem = "has no config.json" if local.exists() else "does not exist"
-        raise ModelError(f"{field}: '{path}' {problem}; set a Hugging Face model directory")
-    try:
-        return _with_json(hub.download(path))
-    except hub.HubError as error:
-        raise ModelError(f"{field}: '{path}' is neither a local model directory nor {error}") from error
-
-
-def _with_json(directory: Path) -> Path:
-    """The directory, if its config.json can be parsed: other packages would end in the middle of it."""
-    path = directory / "config.json"
-    try:
-        if path.exists() and not isinstance(parse_json(read_regular(path, _LARGEST_CONFIG)), dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be used: {error}; copy the model again") from error
-    return directory
-
-
-def hub_commit(path: str, field: str = "model.path") -> str | None:
-    """The commit that a Hub name stands for; None for a local directory."""
-    directory = model_directory(path, field)
-    return None if directory == Path(path).expanduser() else hub.commit(path, directory)
 
 
 def read_config(directory: Path) -> PretrainedConfig:
@@ -171,14 +130,6 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 def materialise(module: nn.Module, device: torch.device) -> None:
     """Give meta parameters memory on the device: after sharding, each rank its own part only."""
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-
-
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # the libraries raise many kinds, also plain ones, and a RecursionError
-        raise ModelError(f"the tokenizer in {directory} cannot be used: {str(error)[:500]}") from error
-    return tokenizer
 
 
 # Layers that see nothing but the tokens their attention shows them.

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from isotrain.algorithms.preference_losses import (
     PREFERENCE_LOSSES,
@@ -20,7 +19,7 @@ from isotrain.algorithms.sft import SUPERVISED_LOSSES
 from isotrain.data.encode import Encoder, Prompt, PromptEncoder
 from isotrain.data.items import Item
 from isotrain.data.loader import BatchLoader, Sampler
-from isotrain.data.preference import PreferenceEncoder, single_token
+from isotrain.data.preference import single_token
 from isotrain.data.store import SampleStore
 from isotrain.data.tokenise import RowEncoder, cached_store
 from isotrain.device.base import Device
@@ -44,6 +43,7 @@ from isotrain.observe.console import Console
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.preference import DpoSection, KtoSection, PreferenceSection, PrmSection, RmSection
 from isotrain.recipe.schema import DataSection, Recipe
+from isotrain.trainers.encoder import preference_encoder
 from isotrain.trainers.job import RankCheckpoints, Recorder, build_job
 from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.preference import (
@@ -231,22 +231,6 @@ def _pairs_share_prompts(recipe: Recipe, device: Device) -> bool:
         return False
     return shares_prompts(
         choose_attention(model_directory(recipe.model.path), recipe.model, device, recipe.device.mesh.context)
-    )
-
-
-def preference_encoder(
-    tokenizer: PreTrainedTokenizerBase, data: DataSection, algorithm: PreferenceSection
-) -> PreferenceEncoder:
-    separator = algorithm.step_separator if isinstance(algorithm, PrmSection) else ""
-    margins = isinstance(algorithm, RmSection) and algorithm.margins
-    return PreferenceEncoder(
-        tokenizer,
-        algorithm.kind,
-        data.max_length,
-        data.too_long,
-        separator,
-        margins=margins,
-        scored=isinstance(algorithm, RmSection),
     )
 
 
