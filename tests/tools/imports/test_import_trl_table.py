@@ -33,8 +33,8 @@ def fields(kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for config in (getattr(trl, f"{name}Config"), trl.ModelConfig, script, DatasetMixtureConfig):
         for field in dataclasses.fields(config):
-            made = field.default_factory is not dataclasses.MISSING
-            found.setdefault(field.name, field.default_factory() if made else field.default)
+            default, make = field.default, field.default_factory
+            found.setdefault(field.name, default if make is dataclasses.MISSING else make())
     return found
 
 
