@@ -17,7 +17,7 @@ from isotrain.algorithms.segments import spread
 
 def test_names() -> None:
     assert list(ADVANTAGES) == ["ppo", "grpo", "rloo", "reinforce++", "reinforce++-baseline", "remax"]
-    assert list(POLICY_LOSSES) == ["clip", "gspo", "cispo", "reinforce"]
+    assert list(POLICY_LOSSES) == ["clip", "gspo", "cispo", "reinforce", "gmpo", "sapo", "dppo-tv", "dppo-kl"]
     assert set(AGGREGATIONS) == {
         "token-mean",
         "seq-mean-token-sum",
@@ -65,6 +65,17 @@ def test_every_advantage_with_every_loss(name: str, loss: str, device_type: str)
         ("gspo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "aggregation": "seq-mean-token-mean"}),
         ("cispo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "aggregation": "token-mean"}),
         ("reinforce", {"aggregation": "token-mean"}),
+        ("gmpo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "aggregation": "seq-mean-token-mean"}),
+        ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05, "aggregation": "seq-mean-token-mean"}),
+        (
+            "dppo-tv",
+            {
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.2,
+                "max_ratio": 20.0,
+                "aggregation": "token-mean",
+            },
+        ),
     ],
 )
 def test_defaults_are_the_published_ones(name: str, options: dict[str, object]) -> None:

@@ -6,7 +6,16 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, cut, numbers, whole
 
-from isotrain.algorithms.policy_losses import POLICY_LOSSES, cispo, clip, entropy_bonus, gspo, reinforce
+from isotrain.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    cispo,
+    clip,
+    entropy_bonus,
+    gmpo,
+    gspo,
+    reinforce,
+    sapo,
+)
 
 LOSSES = pytest.mark.parametrize("name", POLICY_LOSSES)
 
@@ -117,6 +126,69 @@ def test_gspo_ratio_keeps_its_digits_beside_large_log_ratios() -> None:
     logp_N, mean = torch.tensor([1000.0, -1000.0 + 2**-9, 0.0]), 2**-9 / 3
     loss, _ = gspo(logp_N, torch.zeros(3), -torch.ones(3), whole([3]))
     assert loss.item() == pytest.approx(math.exp(mean), rel=1e-7)
+
+
+def test_gmpo_by_hand(device_type: str) -> None:
+    # Tool tokens do not count.
+    # A = 1: log-ratios ln 4, which is clipped at 0.4, and -1, which is not: exp(-0.3).
+    # A = -1: log-ratios -2, which is clipped at -0.3, and 1, which is not: exp(0.35).
+    log_ratio_N = torch.tensor([math.log(4), 9.0, -1.0, -2.0, 1.0], device=device_type, requires_grad=True)
+    share = whole([3, 2], [1, 0, 1, 1, 1], device=device_type)
+    advantages_N = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0], device=device_type)
+    options = {"clip_ratio_low": 0.3, "clip_ratio_high": 0.4}
+    loss, metrics = gmpo(log_ratio_N, torch.zeros_like(log_ratio_N), advantages_N, share, **options)
+    first, second = math.exp(-0.3), math.exp(0.35)
+    assert loss.item() == pytest.approx((-first + second) / 2, rel=1e-6)
+    # A clipped token has no gradient; the mean over two tokens and two trajectories gives others a quarter.
+    expected = torch.tensor([0.0, 0.0, -first / 4, 0.0, second / 4])
+    torch.testing.assert_close(gradient(loss, log_ratio_N).cpu(), expected)
+    assert metrics["actor/pg_clipfrac"].item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "tau"), [(1.0, 2.0, 1.0), (-2.0, 0.5, 1.05), (-1.0, 3.0, 1.05), (3.0, 1.0, 1.0)]
+)
+def test_sapo_by_hand(device_type: str, advantage: float, ratio: float, tau: float) -> None:
+    logp_N = torch.tensor([math.log(ratio)], device=device_type, requires_grad=True)
+    old_N, advantages_N = (torch.tensor([x], device=device_type) for x in (0.0, advantage))
+    loss, metrics = sapo(logp_N, old_N, advantages_N, whole([1], device=device_type))
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    assert loss.item() == pytest.approx(-advantage * 4 / tau * gate, rel=1e-6)
+    # The published weight: 4 gate (1 - gate), which is 1 where nothing has moved.
+    slope = -advantage * ratio * 4 * gate * (1 - gate)
+    assert gradient(loss, logp_N).item() == pytest.approx(slope, rel=1e-5)
+    assert metrics["actor/pg_clipfrac"].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("divergence", "advantage", "old", "new", "weight"),
+    [
+        # Total variation |p - q|, at most 0.2 upwards and 0.1 downwards; a token may always come back.
+        ("tv", 1.0, 0.5, 0.8, 0.0),
+        ("tv", 1.0, 0.5, 0.65, 1.3),
+        ("tv", -1.0, 0.5, 0.8, 1.6),
+        ("tv", -1.0, 0.5, 0.35, 0.0),
+        ("tv", 1.0, 0.5, 0.1, 0.2),
+        ("tv", 1.0, 0.001, 0.03, 20.0),  # 30 times as likely
+        # KL: 0.223 nats at 0.8 and 0.2, 0.020 at 0.6.
+        ("kl", 1.0, 0.5, 0.8, 0.0),
+        ("kl", 1.0, 0.5, 0.6, 1.2),
+        ("kl", -1.0, 0.5, 0.2, 0.0),
+        ("kl", 1.0, 0.5, 0.2, 0.4),
+    ],
+)
+def test_dppo_by_hand(
+    device_type: str, divergence: str, advantage: float, old: float, new: float, weight: float
+) -> None:
+    logp_N = torch.tensor([math.log(new)], device=device_type, requires_grad=True)
+    old_N, advantages_N = (torch.tensor([x], device=device_type) for x in (math.log(old), advantage))
+    options = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
+    dppo = POLICY_LOSSES[f"dppo-{divergence}"]
+    loss, metrics = dppo(logp_N, old_N, advantages_N, whole([1], device=device_type), **options)
+    assert loss.item() == pytest.approx(-weight * advantage * math.log(new), rel=1e-5)
+    assert gradient(loss, logp_N).item() == pytest.approx(-weight * advantage, rel=1e-5)
+    assert metrics["actor/pg_clipfrac"].item() == (weight == 0)
+    assert metrics["actor/pg_clipfrac_lower"].item() == (weight == 20)
 
 
 @LOSSES

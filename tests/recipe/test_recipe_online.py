@@ -299,7 +299,8 @@ NO_PART = (
             GRPO + "  loss:\n    name: clp\n    clip_ratio_low: -1\n    entropy: yes\n" + PARTS,
             [
                 "r.yaml:8: 'algorithm.loss.name' is the text 'clp'; "
-                "expected one of 'clip', 'gspo', 'cispo', 'reinforce'; did you mean 'clip'?",
+                "expected one of 'clip', 'gspo', 'cispo', 'reinforce', 'gmpo', 'sapo', 'dppo-tv', "
+                "'dppo-kl'; did you mean 'clip'?",
                 "r.yaml:9: 'algorithm.loss.clip_ratio_low' is -1; expected a number, at least 0",
                 "r.yaml:10: 'algorithm.loss.entropy' is the text 'yes'; expected a number, at least 0",
             ],
@@ -445,7 +446,8 @@ def test_what_is_wrong_is_said_at_its_line(text: str, expected: list[str]) -> No
         (
             ["algorithm.loss.name=clp"],
             "override 'algorithm.loss.name=clp': 'algorithm.loss.name' is the text 'clp'; "
-            "expected one of 'clip', 'gspo', 'cispo', 'reinforce'; did you mean 'clip'?",
+            "expected one of 'clip', 'gspo', 'cispo', 'reinforce', 'gmpo', 'sapo', 'dppo-tv', "
+            "'dppo-kl'; did you mean 'clip'?",
         ),
         (["reward=null"], NEEDS_REWARD.replace("r.yaml", "override 'reward=null'")),
         (

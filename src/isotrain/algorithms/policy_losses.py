@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -93,6 +94,14 @@ def clip(
 LARGEST_SEQUENCE_LOG_RATIO = 10.0
 
 
+def geometric_mean(log_ratio_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:
+    """The geometric mean of a trajectory's ratios at each of its tokens, with the token's own gradient."""
+    mean_N = spread(sums(log_ratio_N.detach(), share.lengths) / share.counts_R, share.lengths)
+    # The brackets matter: the difference is exactly 0, and the mean keeps its digits.
+    straight_N = mean_N + (log_ratio_N - log_ratio_N.detach())
+    return straight_N.clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp()
+
+
 def gspo(
     logp_N: torch.Tensor,
     old_logp_N: torch.Tensor,
@@ -111,10 +120,7 @@ def gspo(
     gradient of s itself, and advantages may still differ between tokens.
     """
     log_ratio_N = log_ratio(logp_N, old_logp_N, share)
-    mean_N = spread(sums(log_ratio_N.detach(), share.lengths) / share.counts_R, share.lengths)
-    # The brackets matter: the difference is exactly 0, and the mean keeps its digits.
-    straight_N = mean_N + (log_ratio_N - log_ratio_N.detach())
-    ratio_N = straight_N.clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp()
+    ratio_N = geometric_mean(log_ratio_N, share)
     advantages_N = share.only(advantages_N)
     free_N = -advantages_N * ratio_N
     held_N = -advantages_N * ratio_N.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -124,6 +130,119 @@ def gspo(
         log_ratio_N=bounded(log_ratio_N),
         clipped_N=held_N > free_N,
         lower_N=torch.zeros_like(free_N),
+        correction_N=correction_N,
+        aggregation=aggregation,
+    )
+
+
+def gmpo(
+    logp_N: torch.Tensor,
+    old_logp_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    aggregation: str = "seq-mean-token-mean",
+    correction_N: torch.Tensor | None = None,
+) -> Loss:
+    """GMPO: the geometric mean of a trajectory's ratios, each clipped before it (arXiv:2507.20673).
+
+    `-A exp(mean(l))`, where l is `min(logp - old, clip_ratio_high)` at A > 0 and otherwise
+    `max(logp - old, -clip_ratio_low)`. A clipped token has no gradient, the others of its trajectory keep
+    theirs.
+    """
+    log_ratio_N = log_ratio(logp_N, old_logp_N, share)
+    advantages_N = share.only(advantages_N)
+    upper_N, lower_N = log_ratio_N.clamp(max=clip_ratio_high), log_ratio_N.clamp(min=-clip_ratio_low)
+    held_N = torch.where(advantages_N > 0, upper_N, lower_N)
+    return policy_loss(
+        -advantages_N * geometric_mean(held_N, share),
+        share,
+        log_ratio_N=bounded(log_ratio_N),
+        clipped_N=held_N != log_ratio_N,
+        lower_N=torch.zeros_like(held_N),
+        correction_N=correction_N,
+        aggregation=aggregation,
+    )
+
+
+def sapo(
+    logp_N: torch.Tensor,
+    old_logp_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    aggregation: str = "seq-mean-token-mean",
+    correction_N: torch.Tensor | None = None,
+) -> Loss:
+    """SAPO (arXiv:2511.20347): a soft gate in place of the clip, `-A 4 / tau sigmoid(tau (rho - 1))`.
+
+    The temperature is `tau_pos` where A > 0 and `tau_neg` elsewhere: the larger, the sooner a token that has
+    moved loses its gradient, which is that of REINFORCE at `rho = 1`.
+    """
+    log_ratio_N = bounded(log_ratio(logp_N, old_logp_N, share))
+    advantages_N = share.only(advantages_N)
+    tau_N = torch.where(advantages_N > 0, tau_pos, tau_neg)
+    gate_N = torch.sigmoid(tau_N * (log_ratio_N.exp() - 1)) * 4 / tau_N
+    never_N = torch.zeros_like(share.mask_N)
+    return policy_loss(
+        -advantages_N * gate_N,
+        share,
+        log_ratio_N=log_ratio_N,
+        clipped_N=never_N,
+        lower_N=never_N,
+        correction_N=correction_N,
+        aggregation=aggregation,
+    )
+
+
+def total_variation(logp_N: torch.Tensor, old_logp_N: torch.Tensor) -> torch.Tensor:
+    """Distance of policies that only tell a token from all others: `abs(p - q)`, where q is the old one's."""
+    return (logp_N.exp() - old_logp_N.exp()).abs()
+
+
+def binary_kl(logp_N: torch.Tensor, old_logp_N: torch.Tensor) -> torch.Tensor:
+    """KL divergence of the same: `q log(q / p) + (1 - q) log((1 - q) / (1 - p))`."""
+    new_N, old_N = logp_N.exp(), old_logp_N.exp()
+    # Beside 1 the probability of all others may be rounded to 0: verl adds the same.
+    others_N = torch.log((1 - old_N + 1e-8) / (1 - new_N + 1e-8))
+    return old_N * (old_logp_N - logp_N) + (1 - old_N) * others_N
+
+
+def dppo(
+    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    logp_N: torch.Tensor,
+    old_logp_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    max_ratio: float = 20.0,
+    aggregation: str = "token-mean",
+    correction_N: torch.Tensor | None = None,
+) -> Loss:
+    """DPPO (arXiv:2602.04879) leaves out tokens whose probability is too far from the old one.
+
+    `-min(rho, max_ratio) A logp`, where the ratio is a constant; 0 where the policy has moved the way that A
+    wants and the divergence is above `clip_ratio_high` (A > 0) or `clip_ratio_low`.
+    """
+    log_ratio_N = bounded(log_ratio(logp_N, old_logp_N, share)).detach()
+    advantages_N, ratio_N = share.only(advantages_N), log_ratio_N.exp()
+    distance_N = divergence(share.only(logp_N.detach()), share.only(old_logp_N.detach()))
+    too_high_N = (distance_N > clip_ratio_high) & (log_ratio_N > 0)
+    too_low_N = (distance_N > clip_ratio_low) & (log_ratio_N < 0)
+    left_out_N = torch.where(advantages_N > 0, too_high_N, too_low_N)
+    loss_N = -ratio_N.clamp(max=max_ratio) * advantages_N * share.only(logp_N)
+    return policy_loss(
+        torch.where(left_out_N, 0.0, loss_N),
+        share,
+        log_ratio_N=log_ratio_N,
+        clipped_N=left_out_N,
+        lower_N=(ratio_N > max_ratio) & ~left_out_N,
         correction_N=correction_N,
         aggregation=aggregation,
     )
@@ -187,6 +306,10 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "gspo": gspo,
     "cispo": cispo,
     "reinforce": reinforce,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "dppo-tv": partial(dppo, total_variation),
+    "dppo-kl": partial(dppo, binary_kl),
 }
 
 

@@ -33,18 +33,27 @@ class PluginSection(Section):
 
 
 class LossSection(Section):
-    name: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
+    name: Literal["clip", "gspo", "cispo", "reinforce", "gmpo", "sapo", "dppo-tv", "dppo-kl"] = "clip"
     """The policy loss."""
     clip_ratio_low: float = Field(default=0.2, ge=0)
-    """Lower clip range: the ratio of new to old probability is clipped at `1 - clip_ratio_low`."""
+    """Lower clip range: the ratio of new to old probability is clipped at `1 - clip_ratio_low`; `gmpo`: its
+    logarithm at `-clip_ratio_low`; `dppo-tv`, `dppo-kl`: the largest divergence at a negative advantage."""
     clip_ratio_high: float = Field(default=0.2, ge=0)
-    """Upper clip range: the ratio is clipped at `1 + clip_ratio_high`; 0.28 is DAPO's clip-higher."""
+    """Upper clip range: the ratio is clipped at `1 + clip_ratio_high`; 0.28 is DAPO's clip-higher. `gmpo`,
+    `dppo-tv` and `dppo-kl` as with `clip_ratio_low`."""
+    tau_pos: float = Field(default=1.0, gt=0)
+    """Temperature of `sapo` where the advantage is > 0."""
+    tau_neg: float = Field(default=1.05, gt=0)
+    """Temperature of `sapo` elsewhere."""
+    max_ratio: float = Field(default=20.0, gt=1)
+    """Upper bound of the ratio in `dppo-tv` and `dppo-kl`."""
     dual_clip: Annotated[float | None, DefaultFor("openrlhf", None), DefaultFor("trl", None)] = Field(
         default=3.0, gt=1
     )
     """Dual-clip constant c: the loss is capped at `-c * A` where the advantage A < 0; null for no cap."""
     aggregation: Aggregation | None = None
-    """How token losses are aggregated; by default `token-mean`, for `gspo` `seq-mean-token-mean`."""
+    """How token losses are aggregated; by default `token-mean`, for `gspo`, `gmpo` and `sapo`
+    `seq-mean-token-mean`."""
     entropy: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus."""
     plugin: PluginSection | None = None
@@ -53,7 +62,17 @@ class LossSection(Section):
     @property
     def aggregates(self) -> Aggregation:
         """The aggregation in use, given or by default."""
-        return self.aggregation or ("seq-mean-token-mean" if self.name == "gspo" else "token-mean")
+        by_sequence = self.name in ("gspo", "gmpo", "sapo")
+        return self.aggregation or ("seq-mean-token-mean" if by_sequence else "token-mean")
+
+    @property
+    def options(self) -> dict[str, float | None]:
+        """Keyword arguments of the loss beside its aggregation."""
+        if self.name in ("reinforce", "sapo"):
+            return {"tau_pos": self.tau_pos, "tau_neg": self.tau_neg} if self.name == "sapo" else {}
+        more = {"dual_clip": self.dual_clip} if self.name == "clip" else {}
+        more |= {"max_ratio": self.max_ratio} if self.name.startswith("dppo") else {}
+        return {"clip_ratio_low": self.clip_ratio_low, "clip_ratio_high": self.clip_ratio_high, **more}
 
 
 class KlSection(Section):

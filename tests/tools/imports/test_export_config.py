@@ -41,7 +41,7 @@ def drawn(chance: random.Random) -> dict[str, Any]:
     name = chance.choice(["grpo", "rloo", "ppo", "reinforce++", "reinforce++-baseline", "remax"])
     batch = chance.choice([8, 64, 96])
     place = chance.choice(["off", "loss", "reward"])
-    loss = chance.choice(["clip", "gspo", "cispo", "reinforce"])
+    loss = chance.choice(["clip", "gspo", "cispo", "reinforce", "gmpo", "sapo", "dppo-tv", "dppo-kl"])
     algorithm: dict[str, Any] = {
         "name": name,
         "mini_batch_size": batch // chance.choice([1, 2, 4]),
@@ -56,7 +56,7 @@ def drawn(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
     if not algorithm["rollout_correction"].get("bypass_mode"):
         algorithm["router_replay"] = chance.choice(["disabled", "R2"])
-    if loss != "gspo":
+    if loss not in ("gspo", "gmpo", "sapo"):
         algorithm["loss"]["aggregation"] = chance.choice(
             ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
         )

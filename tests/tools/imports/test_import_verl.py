@@ -217,10 +217,27 @@ def test_routes_of_the_old_policy_are_replayed_there_too() -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "options", "expected"),
+    [
+        ("geo_mean", "clip_ratio_low=0.3", {"name": "gmpo", "clip_ratio_low": 0.3}),
+        ("sapo", "tau_neg=1.2", {"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.2}),
+        ("dppo_tv", "clip_ratio_c=20", {"name": "dppo-tv", "max_ratio": 20, "clip_ratio_high": 0.2}),
+        ("dppo_kl", "clip_ratio=0.05", {"name": "dppo-kl", "max_ratio": 3.0}),
+    ],
+)
+def test_losses_by_their_names_there(mode: str, options: str, expected: dict[str, Any]) -> None:
+    result = imported(f"{ACTOR}.policy_loss.loss_mode={mode}", f"{ACTOR}.{options}")
+    found = fields(result)
+    assert {name: found[f"algorithm.loss.{name}"] for name in expected} == expected
+    aggregation = "token-mean" if mode.startswith("dppo") else "seq-mean-token-mean"
+    assert found["algorithm.loss.aggregation"] == aggregation
+
+
+@pytest.mark.parametrize(
     ("override", "key"),
     [
         ("algorithm.adv_estimator=opo", "algorithm.adv_estimator"),
-        (f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.policy_loss.loss_mode"),
+        (f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.loss_mode"),
         ("actor_rollout_ref.actor.loss_agg_mode=token-sum", "actor_rollout_ref.actor.loss_agg_mode"),
         ("data.truncation=ends", "data.truncation"),
         ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n"),

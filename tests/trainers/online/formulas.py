@@ -154,6 +154,25 @@ def policy_losses(
     if loss.name == "cispo":
         held = ratio.detach().clamp(low, high)
         return -held * advantage * logp, (held != ratio).float(), never
+    if loss.name == "gmpo":
+        moved = logp - old
+        upper, lower = moved.clamp(max=loss.clip_ratio_high), moved.clamp(min=-loss.clip_ratio_low)
+        bound = torch.where(advantage > 0, upper, lower)
+        value = bound.mean().exp().detach() * (bound - bound.detach()).exp()
+        return -advantage * value, (bound != moved).float(), never
+    if loss.name == "sapo":
+        tau = torch.where(advantage > 0, loss.tau_pos, loss.tau_neg)
+        return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp()), never, never
+    if loss.name.startswith("dppo"):
+        p, q = torch.distributions.Bernoulli(logp.detach().exp()), torch.distributions.Bernoulli(old.exp())
+        distance = torch.distributions.kl_divergence(q, p)
+        if loss.name == "dppo-tv":
+            distance = (p.probs - q.probs).abs()
+        wanted = torch.where(advantage > 0, logp > old, logp < old)
+        out = wanted & (distance > torch.where(advantage > 0, loss.clip_ratio_high, loss.clip_ratio_low))
+        weight = ratio.detach().clamp(max=loss.max_ratio)
+        kept = torch.where(out, 0.0, -weight * advantage * logp)
+        return kept, out.float(), (~out & (ratio.detach() > loss.max_ratio)).float()
     free, held = -advantage * ratio, -advantage * ratio.clamp(low, high)
     worse = torch.maximum(free, held)
     if loss.name == "gspo" or loss.dual_clip is None:

@@ -80,6 +80,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": {"name": "gspo", "clip_ratio_low": 0.01, "clip_ratio_high": 0.02}},
     "cispo": {"loss": {"name": "cispo", "clip_ratio_high": 0.1}, "kl": {"place": "loss", "estimator": "k2"}},
     "reinforce": {"loss": {"name": "reinforce", "aggregation": "seq-mean-token-mean", "entropy": 0.1}},
+    "gmpo": {"loss": {"name": "gmpo", "clip_ratio_low": 0.05, "clip_ratio_high": 0.1}},
+    "sapo": {"loss": {"name": "sapo", "tau_pos": 2.0, "tau_neg": 5.0}},
+    "dppo": {"loss": {"name": "dppo-kl", "clip_ratio_low": 1e-3, "clip_ratio_high": 2e-3, "max_ratio": 1.2}},
     "Dr. GRPO": {"loss": {"aggregation": "seq-mean-token-sum-norm"}, "scale_by_std": False},
     "whole responses weighted": {"rollout_correction": {"level": "sequence", "upper": 3.0, "lower": 0.5}},
     "whole responses left out": {"rollout_correction": {"level": "sequence", "mode": "mask", "upper": 4.0}},
@@ -217,7 +220,9 @@ def check_policy(
     """Loss, its parts and the norm of its gradient, of each update with the weights that it began with."""
     algorithm, temperature = step.recipe.algorithm, step.recipe.rollout.temperature
     loss, kl = algorithm.loss, algorithm.kl
-    how = loss.aggregation or ("seq-mean-token-mean" if loss.name == "gspo" else "token-mean")
+    how = loss.aggregation or (
+        "seq-mean-token-mean" if loss.name in ("gspo", "gmpo", "sapo") else "token-mean"
+    )
     for (weights, result), mini in zip(step.policy, mini_batches(step), strict=True):
         logps, entropies = formulas.ask_policy(causal, weights, FLAT, temperature)
         before, corrected = old, old
@@ -325,7 +330,7 @@ def test_every_loss_and_correction_equals_its_formula(
     own = merged({"name": "grpo", "mini_batch_size": 2, "ppo_epochs": 2}, LOSSES[name])
     step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm=own))
     check(step, causal)
-    clips = own.get("loss", {}).get("name", "clip") != "reinforce"
+    clips = own.get("loss", {}).get("name", "clip") not in ("reinforce", "sapo")
     assert (step.metrics["actor/pg_clipfrac"] > 0) == clips
     assert step.metrics["actor/pg_clipfrac_lower"] > 0 or name != "narrow clip"
 

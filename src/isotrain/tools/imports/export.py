@@ -21,6 +21,8 @@ from isotrain.tools.imports.verl_algorithm import ESTIMATORS, LOSSES, OPTIM, A, 
 
 PER_MACHINE = 8
 
+LOSS_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "dual_clip", "tau_pos", "tau_neg", "max_ratio")
+
 NO_LONG_PROMPTS = ("data.too_long", "error")
 
 
@@ -83,13 +85,11 @@ def spelled_out(recipe: Recipe) -> dict[str, Any]:
     values = flatten(whole) | ({"rollout.engine_options": options} if options else {})
     algorithm = recipe.algorithm
     if isinstance(algorithm, OnlineSection):
-        name = algorithm.loss.name
         values["algorithm.loss.aggregation"] = algorithm.loss.aggregates
         values["algorithm.mini_batch_size"] = algorithm.mini_batch_size or recipe.data.batch_size
         values.pop("cluster", None)
         values |= flatten({"cluster": (recipe.cluster or ClusterSection()).model_dump(mode="json")})
-        unused = [] if name == "clip" else ["loss.dual_clip"]
-        unused += ["loss.clip_ratio_low", "loss.clip_ratio_high"] if name == "reinforce" else []
+        unused = [f"loss.{name}" for name in LOSS_OPTIONS if name not in algorithm.loss.options]
         if algorithm.distillation.path is None:
             unused += ["distillation.loss", "distillation.coefficient", "distillation.task_rewards"]
         unused += ["kl.coefficient", "kl.estimator"] if algorithm.kl.place == "off" else []
@@ -234,8 +234,11 @@ def _losses(algorithm: Online) -> dict[str, Any]:
         f"{A}.use_kl_loss": kl.place == "loss",
         "algorithm.use_kl_in_reward": kl.place == "reward",
     }
-    if loss.dual_clip is not None:
-        values[f"{A}.clip_ratio_c"] = loss.dual_clip
+    bound = loss.max_ratio if "max_ratio" in loss.options else loss.dual_clip
+    if bound is not None:
+        values[f"{A}.clip_ratio_c"] = bound
+    if loss.name == "sapo":
+        values |= {f"{A}.tau_pos": loss.tau_pos, f"{A}.tau_neg": loss.tau_neg}
     if kl.place == "loss":
         values |= {f"{A}.kl_loss_coef": kl.coefficient, f"{A}.kl_loss_type": kl.estimator}
     elif kl.place == "reward":

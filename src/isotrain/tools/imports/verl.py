@@ -177,7 +177,8 @@ def unused(d: Draft) -> list[Off]:
         (fixed_kl, "algorithm.kl_ctrl.{target_kl,horizon}", "kl_ctrl.type is fixed"),
         (dynamic, f"{A}.ppo_micro_batch_size", "use_dynamic_bsz is on"),
         (not dynamic, f"{A}.ppo_max_token_len_per_gpu", "use_dynamic_bsz is off"),
-        (loss_name != "clip", f"{A}.clip_ratio_c", "only the loss vanilla has it"),
+        (loss_name not in ("clip", "dppo-tv", "dppo-kl"), f"{A}.clip_ratio_c", "the loss has no such bound"),
+        (loss_name != "sapo", f"{A}.{{tau_pos,tau_neg}}", "only the loss sapo has it"),
         (not megatron, f"{A}.megatron. {REF}.megatron.", "the engine is not Megatron"),
         (megatron, f"{A}.fsdp_config. {REF}.fsdp_config.", "the engine is Megatron"),
     ]

@@ -25,7 +25,18 @@ ESTIMATORS = {
 NEAREST = {
     "gpg": ("grpo", "gpg multiplies grpo's unscaled advantages by (responses / responses with a reward)")
 }
-LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
+LOSSES = {
+    "vanilla": "clip",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "gpg": "reinforce",
+    "geo_mean": "gmpo",
+    "sapo": "sapo",
+    "dppo_tv": "dppo-tv",
+    "dppo_kl": "dppo-kl",
+}
+# verl aggregates these in one way, whatever `loss_agg_mode` says.
+BY_SEQUENCE = ("gspo", "gmpo", "sapo")
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 TEACHER = r"distillation\.teacher_model(s\.[^.]+)?\.model_path"
 # What verl called them before it named the divergence.
@@ -121,7 +132,7 @@ def loss(d: Draft) -> None:
     name = LOSSES.get(mode, "clip")
     d.put("algorithm.loss.name", name, key)
     ratio = d.number(f"{A}.clip_ratio", 0.2)
-    if name != "reinforce":
+    if name not in ("reinforce", "sapo"):
         for side in ("low", "high"):
             side_key = f"{A}.clip_ratio_{side}"
             value = d.number(side_key)
@@ -131,17 +142,20 @@ def loss(d: Draft) -> None:
         if d.given(f"{A}.clip_ratio") and d.value(low) is not None and ratio != d.number(low):
             where = "where clip_ratio_low and _high come first"
             d.note(f"{A}.clip_ratio ({ratio}) has no effect in verl, {where}")
-    if name == "clip":
-        bound = d.number(f"{A}.clip_ratio_c", 3.0)
-        d.put("algorithm.loss.dual_clip", bound, f"{A}.clip_ratio_c")
+    if name == "clip" or name.startswith("dppo"):
+        field = "dual_clip" if name == "clip" else "max_ratio"
+        d.put(f"algorithm.loss.{field}", d.number(f"{A}.clip_ratio_c", 3.0), f"{A}.clip_ratio_c")
+    if name == "sapo":
+        d.put("algorithm.loss.tau_pos", d.number(f"{A}.tau_pos", 1.0), f"{A}.tau_pos")
+        d.put("algorithm.loss.tau_neg", d.number(f"{A}.tau_neg", 1.05), f"{A}.tau_neg")
     key = f"{A}.loss_agg_mode"
     if d.written("algorithm.name", "") == "ppo":
         # The default of verl's critic is the actor's key, also with gspo, which does not use it.
         critics = "critic.loss_agg_mode"
         critics = critics if d.given(critics) and d.value(critics) is not None else key
         d.put("algorithm.critic.aggregation", aggregation(d, critics), critics)
-    if name == "gspo" and d.text(key, "token-mean") != "seq-mean-token-mean":
-        d.put("algorithm.loss.aggregation", "seq-mean-token-mean", note="what verl's gspo always uses")
+    if name in BY_SEQUENCE and d.text(key, "token-mean") != "seq-mean-token-mean":
+        d.put("algorithm.loss.aggregation", "seq-mean-token-mean", note=f"what verl's {mode} always uses")
         return
     d.put("algorithm.loss.aggregation", aggregation(d, key), key)
 

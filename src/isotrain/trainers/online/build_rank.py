@@ -47,7 +47,6 @@ from isotrain.recipe.online import (
 )
 from isotrain.recipe.policy_loss import (
     DistillationSection,
-    LossSection,
     PluginSection,
     RolloutCorrectionSection,
 )
@@ -148,7 +147,7 @@ def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
         temperature=rollout.temperature,
         ppo_epochs=algorithm.ppo_epochs,
         loss=plugin_loss(loss.plugin) if loss.plugin else POLICY_LOSSES[loss.name],
-        loss_options=loss.plugin.options if loss.plugin else _loss_options(loss),
+        loss_options=loss.plugin.options if loss.plugin else loss.options,
         aggregation=loss.aggregates,
         critic_aggregation=critic.aggregation or loss.aggregates,
         horizon=rollout.max_tokens,
@@ -172,13 +171,6 @@ def _distillation_settings(section: DistillationSection) -> DistillationSettings
         section.clamp,
         section.task_rewards,
     )
-
-
-def _loss_options(loss: LossSection) -> dict[str, Any]:
-    if loss.name == "reinforce":
-        return {}
-    clips: dict[str, Any] = {"clip_ratio_low": loss.clip_ratio_low, "clip_ratio_high": loss.clip_ratio_high}
-    return clips | ({"dual_clip": loss.dual_clip} if loss.name == "clip" else {})
 
 
 def _correction_options(rollout_correction: RolloutCorrectionSection) -> dict[str, Any] | None:
