@@ -296,7 +296,8 @@ def switch(dtype: str) -> dict[str, Any]:
     from isotrain.engine.world import join_world
     from isotrain.recipe.schema import ModelSection, OptimizerSection
 
-    device, result = choose_device("npu"), {}
+    device = choose_device("npu")
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory, join_world(device) as world:
         make_tiny(Path(directory), train_rows=1, validation_rows=1, layers=4, hidden=128)
         section = ModelSection.model_validate({"path": f"{directory}/model", "dtype": dtype})
@@ -311,8 +312,9 @@ def switch(dtype: str) -> dict[str, Any]:
             freed = held - device.memory().allocated
             onload(policy)
             onload(reference)
-            result[name] = since(before) | {"held_bytes": freed}
-            result[name]["host_share"] = result[name]["host_bytes"] / freed
+            copied = since(before)
+            share = copied["host_bytes"] / freed
+            result[name] = {**copied, "held_bytes": freed, "host_share": share}
     return result
 
 
@@ -334,7 +336,7 @@ def main() -> None:
         print(json.dumps(update(Path(options.update), options.fused, options.dtype)))
     else:
         sizes, part = (options.bucket, options.layers, options.experts), options.part
-        others = {
+        others: dict[str, Callable[[], dict[str, Any]]] = {
             "training": lambda: training(options.dtype),
             "sampling": sampling,
             "switch": lambda: switch(options.dtype),

@@ -171,7 +171,7 @@ class RankCheckpoints:
         trainer: TrainerSection,
         device: Device,
         engines: Mapping[str, TrainingEngine],
-        spans: SpanLog,
+        spans: SpanLog | None = None,
     ) -> RankCheckpoints:
         world, storage = engines[""].world, open_storage(trainer.checkpoint_storage)
         keep = trainer.keep_checkpoints

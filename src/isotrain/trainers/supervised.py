@@ -68,9 +68,10 @@ class SupervisedTrainer:
     loader: BatchLoader
     validation: BatchLoader | None
     checkpoints: RankCheckpoints
-    profile: RankProfile
     peak_flops: float | None
     counts: UpdateCounts = field(default_factory=UpdateCounts)
+    profile: RankProfile | None = None
+    """Needed where the job has steps to profile."""
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last of this run."""
@@ -167,9 +168,11 @@ class SupervisedTrainer:
         self.checkpoints.finish()
 
     def begin_profile(self, step: int) -> None:
+        assert self.profile is not None
         self.profile.begin()
 
     def end_profile(self, step: int) -> None:
+        assert self.profile is not None
         rank = self.engine.world.rank
         spans, problem = self.profile.end(step)
         problem = write_spans(self.job.run, step, f"rank-{rank}", spans) or problem

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from isotrain.device.base import FusedOperators, Memory
+from isotrain.device.base import FusedOperators, Memory, Profiler
 from isotrain.engine.world import World, form_mesh
 from isotrain.errors import PlanError
 from isotrain.recipe.schema import MeshSection
@@ -162,6 +162,9 @@ class FakeDevice:
 
     def memory(self) -> Memory:
         return Memory(0, 0, 0, 0)
+
+    def profiler(self) -> Profiler:
+        raise NotImplementedError("nothing runs on a fake device")
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         return None

@@ -68,9 +68,11 @@ def training_memory(recipe: Recipe, layers: int, ranks: int, micro_batches: int)
         parts = {name: at_depth(first.get(name, 0), second.get(name, 0)) for name in {**first, **second}}
         phases[phase] = {name: size for name, size in parts.items() if size > 0}
     worst = max(phases, key=lambda phase: sum(phases[phase].values()))
-    counts = [at_depth(a, b) for a, b in zip(few["parameters"], more["parameters"], strict=True)]
+    parameters, trained, whole = (
+        at_depth(a, b) for a, b in zip(few["parameters"], more["parameters"], strict=True)
+    )
     host, (groups, to_one) = at_depth(few["host"], more["host"]), more["communicators"]
-    return TrainingMemory(phases[worst], worst, host, *counts, communicators=(groups, to_one))
+    return TrainingMemory(phases[worst], worst, host, parameters, trained, whole, (groups, to_one))
 
 
 def run_fake_step(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> dict[str, Any]:
