@@ -18,9 +18,15 @@ from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_critic, build_engine, build_reference
 from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.engine.engine import InferenceModel, Objective, TrainingEngine, UpdateResult
+from isotrain.engine.engine import InferenceModel, LossScale, Objective, TrainingEngine, UpdateResult
 from isotrain.engine.offload import offload, onload
-from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates
+from isotrain.engine.state import (
+    engine_shards,
+    generator_shards,
+    host_generators,
+    optimizer_updates,
+    saved_counts,
+)
 from isotrain.engine.world import World, join_world
 from isotrain.models.lora import adapters_off
 from isotrain.models.packed import ScalarHead, TokenHead
@@ -129,7 +135,7 @@ class Job:
             state["critic/updates"] = optimizer_updates(critic)
         writer = CheckpointWriter(root, self.world.rank, self.world.size, keep=1)
         self.world.barrier()  # the first rank's writer clears the place before anyone writes
-        writer.save(STEPS, shards, host_generators(), {"updates": optimizer_updates(policy), **state})
+        writer.save(STEPS, shards, host_generators(), {**saved_counts(policy), **state})
         writer.wait()
         if failure := writer.failure():
             raise RuntimeError(failure)
@@ -144,10 +150,24 @@ def train(job: Job, out: Path) -> Tensors:
         "critic": numbers(updates(critic, critic_objective, job.batches)),
         "critic first values": first,
     }
+    found["float16"] = scaled(job.policy(dtype="float16"), job.batches)
     streamed = dict(full_weights(policy, torch.float32))
     found |= {f"full/{name}": tensor.cpu() for name, tensor in streamed.items()}
     job.save(out / "full" / "checkpoints", policy, critic)
     return found
+
+
+def scaled(engine: TrainingEngine, batches: list[PackedBatch]) -> torch.Tensor:
+    """Updates of which the first overflow: how many of these, then loss and gradient norm of the others.
+
+    How large a scale may be depends on what a micro-batch sums up, and so on the number of ranks.
+    """
+    engine.loss_scale = LossScale(2.0**22)
+    work, results = [(batch, policy_objective(batch)) for batch in batches], list[UpdateResult]()
+    while sum(result.applied for result in results) < STEPS:
+        results.append(engine.update(work, LR))
+    rows = [[result.loss, result.grad_norm] for result in results if result.applied]
+    return torch.tensor([[engine.loss_scale.skipped, len(results)], *rows], dtype=torch.float64)
 
 
 def train_adapters(job: Job, out: Path) -> Tensors:

@@ -7,7 +7,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.engine.engine import TrainingEngine, UpdateResult
+from isotrain.engine.engine import LossScale, TrainingEngine, UpdateResult
 from isotrain.engine.state import (
     engine_shards,
     generator_shards,
     host_generators,
     optimizer_updates,
     restore,
+    saved_counts,
     start_optimizer_state,
 )
 from isotrain.engine.world import join_world
@@ -65,7 +66,7 @@ class Job:
 
     def save(self, root: Path, step: int = 3) -> CheckpointReader:
         writer = CheckpointWriter(root, 0, 1, keep=1)
-        writer.save(step, self.shards(), host_generators(), {"updates": optimizer_updates(self.engine)})
+        writer.save(step, self.shards(), host_generators(), saved_counts(self.engine))
         writer.wait()
         assert writer.failure() is None
         return CheckpointReader(root / f"step-{step:08d}")
@@ -121,6 +122,31 @@ def test_round_trip_is_bitwise(tiny: Path, tmp_path: Path, device_type: str, lor
         assert [second.step() for _ in range(2)] == went_on
         assert_same(second.values(), later)
         assert host_generators() == later_host
+
+
+def test_the_loss_scale_is_restored(
+    tiny: Path, tmp_path: Path, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of its course: updates after it double it, and the first overflow, as without a stop."""
+    monkeypatch.setattr(LossScale, "growth_interval", 2)
+    recipe = tiny_recipe(tiny, tmp_path / "run", device_type, model={"dtype": "float16"})
+    with job(recipe) as first:
+        first.engine.loss_scale = LossScale(2.0**24)
+        while first.engine.loss_scale.finite != 1:
+            first.step()
+        reader, taken = first.save(tmp_path / "checkpoints"), first.loader.sampler.taken
+        expected = replace(first.engine.loss_scale)
+        assert expected.skipped > 0
+        went_on = [first.step() for _ in range(4)]
+        later = first.values()
+    assert len({result.scale_metrics["loss_scale"] for result in went_on}) > 1
+    with job(recipe, seed=99) as second:
+        restore(second.engine, second.device, reader)
+        second.loader.sampler.taken = taken
+        assert second.engine.loss_scale == expected
+        # Overflowed norms may be nan, which is not equal to itself.
+        assert repr([second.step() for _ in range(4)]) == repr(went_on)
+        assert_same(second.values(), later)
 
 
 def test_host_generators_go_through_json(tmp_path: Path) -> None:

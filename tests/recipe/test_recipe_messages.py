@@ -48,7 +48,7 @@ r.yaml:2: 'output' is 2026; expected text; put it in quotes: "2026"
 r.yaml:3: 'seed' is true; expected a whole number, at least 0 and below 4294967296
 r.yaml:4: unknown key 'lr'; did you mean 'optimizer.lr'?
 r.yaml:6: unknown key 'model.partial_pretrain'; did you mean 'model.path'?
-r.yaml:7: 'model.dtype' is the text 'bf16'; expected one of 'bfloat16', 'float32'; did you mean 'bfloat16'?
+r.yaml:7: 'model.dtype' is the text 'bf16'; expected one of 'bfloat16', 'float16', 'float32'; did you mean 'bfloat16'?
 r.yaml:8: unknown key 'model.lora.rnak'; did you mean 'model.lora.rank'?
 r.yaml:8: 'model.lora.rank' is the text '8'; expected a whole number, at least 0; write 8 without quotes
 r.yaml:8: 'model.lora.targets' is 3; expected 'all-linear' or a list of texts

@@ -263,7 +263,7 @@ def chat(
     temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.7,
     max_tokens: Annotated[int, Option(min=1, help="Longest reply.")] = 1024,
     dtype: Annotated[
-        str | None, Option(help="bfloat16 or float32; by default the run's, or bfloat16.")
+        str | None, Option(help="bfloat16, float16 or float32; by default the run's, or bfloat16.")
     ] = None,
     device: Annotated[str, Option(help="Device; auto takes the best one.")] = "auto",
     seed: Annotated[int, Option(min=0)] = 0,
@@ -288,8 +288,8 @@ def chat(
     from isotrain.tools.evaluate.chat import Chat
     from isotrain.tools.evaluate.recipe import is_run
 
-    if dtype not in (None, "bfloat16", "float32"):
-        raise RecipeError(f"--dtype {dtype}: write bfloat16 or float32")
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise RecipeError(f"--dtype {dtype}: write bfloat16, float16 or float32")
     with tempfile.TemporaryDirectory(prefix="isotrain-chat-") as directory:
         path = Path(directory) / "model"
         if is_run(target):

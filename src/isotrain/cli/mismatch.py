@@ -30,7 +30,8 @@ def mismatch(
         str | None, Option(metavar="DIR", help="Weights after the step before; by default from the run.")
     ] = None,
     dtype: Annotated[
-        Literal["bfloat16", "float32"] | None, Option(help="Type of both sides; by default the run's.")
+        Literal["bfloat16", "float16", "float32"] | None,
+        Option(help="Type of both sides; by default the run's."),
     ] = None,
     temperature: Annotated[
         float | None, Option(min=0.01, help="To sample at; by default the run's, or 1.")

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from isotrain.device.base import Device, FusedOperators
 from isotrain.device.cpu import Cpu
-from isotrain.engine.engine import InferenceModel, TrainingEngine
+from isotrain.engine.engine import InferenceModel, LossScale, TrainingEngine
 from isotrain.engine.muon import make_muon
 from isotrain.engine.optimizer import make_optimizer
 from isotrain.engine.world import World
@@ -385,7 +385,8 @@ def _engine(
         state_dtype=getattr(torch, optimizer.state_dtype),
         moments_on_host=model.offload.optimizer and world.device.type != "cpu",
     )
-    return TrainingEngine(packed, made, world, optimizer.max_grad_norm)
+    scale = LossScale() if model.dtype == "float16" else None
+    return TrainingEngine(packed, made, world, optimizer.max_grad_norm, scale)
 
 
 def adapter_config(lora: LoraSection) -> LoraConfig:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,35 @@ class UpdateResult:
     metrics: dict[str, float]
     router_aux_loss: float | None = None
     """For a mixture whose routers are balanced: a mean over the step's tokens, before its coefficient."""
+    overflowed: bool = False
+    """Whether the gradient was not finite because the loss scale was too large."""
+    scale_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Where the loss is scaled: by how much, and how many updates that has cost so far."""
+
+
+@dataclass
+class LossScale:
+    """A factor of the loss that keeps gradients within float16, which has nothing below 6e-8 or above 65504.
+
+    Course and constants are those of torch's GradScaler. That looks for infinities in each gradient, and
+    exchanges what it finds for each mesh; the norm, which all ranks have, says the same of all gradients.
+    Being a power of two, the scale changes no digit.
+    """
+
+    value: float = 2.0**16
+    finite: int = 0
+    """Updates with finite gradients since the last change."""
+    skipped: int = 0
+    """Updates that were lost because the scale was too large."""
+
+    growth_interval: ClassVar[int] = 2000
+
+    def update(self, finite: bool) -> None:
+        self.finite = self.finite + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.finite == self.growth_interval:
+            self.value, self.finite = 2 * self.value, 0
 
 
 class Probe(Protocol):
@@ -105,10 +134,15 @@ class Probe(Protocol):
 
 class TrainingEngine(InferenceModel):
     def __init__(
-        self, model: Backbone, optimizer: torch.optim.Optimizer, world: World, max_grad_norm: float
+        self,
+        model: Backbone,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        max_grad_norm: float,
+        loss_scale: LossScale | None = None,
     ) -> None:
         super().__init__(model, world)
-        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self.optimizer, self.max_grad_norm, self.loss_scale = optimizer, max_grad_norm, loss_scale
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.probes: list[Probe] = []
 
@@ -142,6 +176,8 @@ class TrainingEngine(InferenceModel):
 
     def _update(self, work: Work, lr: float) -> UpdateResult:
         self.model.train()
+        scale = self.loss_scale
+        self.model.loss_scale = 1.0 if scale is None else scale.value
         total, sums = self._zero(), dict[str, torch.Tensor]()
         balance, imbalance = self.model.balance, self._zero()
         tokens = self._real_tokens([batch for batch, _ in work]) if balance else 1
@@ -154,7 +190,7 @@ class TrainingEngine(InferenceModel):
                 batch_imbalance = self.model.imbalance * (_real_tokens(batch) / tokens)
                 share, self.model.imbalance = share + balance.coefficient * batch_imbalance, None
                 imbalance += batch_imbalance.detach()
-            share.backward()
+            share.backward(None if scale is None else torch.full_like(share, scale.value))
             total += share.detach()
             for name, value in metrics.items():
                 sums.setdefault(name, self._zero()).add_(value.detach())
@@ -168,7 +204,8 @@ class TrainingEngine(InferenceModel):
             self.optimizer.step()
         self.optimizer.zero_grad()
         means = dict(zip(sums, values, strict=True))
-        return UpdateResult(loss, grad_norm, finite, means, uneven if balance else None)
+        result = UpdateResult(loss, grad_norm, finite, means, uneven if balance else None)
+        return result if scale is None else _rescaled(scale, result)
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> UpdateResult:
         """One supervised update: `loss` gives each micro-batch's share; the tokens with loss are a metric."""
@@ -203,7 +240,8 @@ class TrainingEngine(InferenceModel):
     def clip_gradients(self) -> float:
         """Scales the gradients down to `max_grad_norm`; returns the global norm they had.
 
-        On local shards: each rank's norm is taken once and only that number is exchanged.
+        On local shards: each rank's norm is taken once and only that number is exchanged. A scale of the loss
+        is taken out of both.
         """
         grads = [shard_of(p.grad).local for p in self.trained.values() if p.grad is not None]
         norm = get_total_norm(grads)
@@ -212,10 +250,24 @@ class TrainingEngine(InferenceModel):
             # Over all copies of the weights, in one sum: they must not differ in a digit, nor in a decision.
             dist.all_reduce(squares)
             norm = (squares / self.world.shape.replicas).sqrt()
+        if self.loss_scale is not None:
+            torch._foreach_div_(grads, self.loss_scale.value)
+            norm = norm / self.loss_scale.value
         if self.max_grad_norm > 0:
             factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
             torch._foreach_mul_(grads, factor)
         return norm.item()
+
+
+def _rescaled(scale: LossScale, result: UpdateResult) -> UpdateResult:
+    """An update's result with the scale that it had; the next one's follows from it."""
+    before = scale.value
+    # The loss comes from the forward pass, which has no scale. At 1 the scale does nothing.
+    overflowed = not result.applied and math.isfinite(result.loss) and before > 1
+    scale.update(result.applied)
+    scale.skipped += overflowed
+    metrics = {"loss_scale": before, "loss_scale_skipped": float(scale.skipped)}
+    return replace(result, overflowed=overflowed, scale_metrics=metrics)
 
 
 def _real_tokens(batch: PackedBatch) -> int:

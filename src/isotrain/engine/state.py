@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from isotrain.device.base import Device
 from isotrain.engine.checkpoint.reader import CheckpointReader
-from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.engine import LossScale, TrainingEngine
 from isotrain.engine.offload import held_shard
 from isotrain.engine.optimizer import MOMENTS, empty_moment
 from isotrain.engine.world import World
@@ -64,6 +64,13 @@ def start_optimizer_state(engine: TrainingEngine) -> None:
                 }
 
 
+def saved_counts(engine: TrainingEngine, prefix: str = "") -> dict[str, float]:
+    """The engine's counts in a checkpoint, the same on every rank."""
+    scale = engine.loss_scale
+    scales = {} if scale is None else {f"{prefix}loss_scale/{n}": v for n, v in asdict(scale).items()}
+    return {f"{prefix}updates": optimizer_updates(engine), **scales}
+
+
 def optimizer_updates(engine: TrainingEngine) -> int:
     """Updates made so far; all parameters share the count."""
     states = engine.optimizer.state.values()
@@ -94,6 +101,11 @@ def restore(engine: TrainingEngine, device: Device, reader: CheckpointReader, pr
     reader.fill(engine_shards(engine, prefix), engine.world.first_copy_rank)
     for state in engine.optimizer.state.values():
         state["step"].fill_(float(reader.state[f"{prefix}updates"]))
+    if engine.loss_scale is not None:
+        value, finite, skipped = (
+            reader.state[f"{prefix}loss_scale/{field.name}"] for field in fields(LossScale)
+        )
+        engine.loss_scale = LossScale(float(value), int(finite), int(skipped))
     _restore_generators(device, engine.world, reader)
 
 

@@ -74,6 +74,7 @@ class NllShare(torch.autograd.Function):
         loss_tokens: int,
         chunk: int,
         transform: LogitTransform,
+        scale: float,
     ) -> torch.Tensor:
         gradient = _HeadGradient(hidden_ND, weight_VD, needs_weight=ctx.needs_input_grad[1])
         leaf_VD = weight_VD.detach().requires_grad_(ctx.needs_input_grad[1])
@@ -86,18 +87,18 @@ class NllShare(torch.autograd.Function):
                 del logits_CV  # or it lives while the next chunk's are made
                 value = nll_C.sum() / loss_tokens
             inputs = (hidden_CD, leaf_VD) if leaf_VD.requires_grad else (hidden_CD,)
-            gradient.add(part, *torch.autograd.grad(value, inputs))
+            gradient.add(part, *torch.autograd.grad(value, inputs, torch.full_like(value, scale)))
             share += value.detach()
-        ctx.gradient, ctx.weight_dtype = gradient, weight_VD.dtype
+        ctx.gradient, ctx.weight_dtype, ctx.scale = gradient, weight_VD.dtype, scale
         return share
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient = ctx.gradient
+        gradient, grad = ctx.gradient, grad / ctx.scale
         grad_weight = None
         if gradient.weight_VD is not None:
             grad_weight = _scaled(gradient.weight_VD, grad).to(ctx.weight_dtype)
-        return _scaled(gradient.hidden_ND, grad), grad_weight, None, None, None, None
+        return _scaled(gradient.hidden_ND, grad), grad_weight, None, None, None, None, None
 
 
 def _scaled(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -273,6 +274,8 @@ class Backbone(nn.Module):
         """Set where tokens are to take given routes through a mixture."""
         self.context: ContextGroup | None = None
         """Set where other ranks compute some of a micro-batch's tokens."""
+        self.loss_scale = 1.0
+        """What the backward pass will start from: gradients that are taken before it have it too."""
 
     def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, split: Split | None = None) -> Any:
         """The head that objectives get, over the selected states; some models have nothing to predict."""
@@ -379,6 +382,8 @@ class TokenHead:
     split: Split | None = None
     """Where other ranks have some of the positions: what these are for all is then gathered."""
     transform: LogitTransform = PLAIN
+    loss_scale: float = 1.0
+    """As in `Backbone`."""
 
     def nll_share(self, loss_tokens: int) -> torch.Tensor:
         """These tokens' share of the mean negative log-likelihood over `loss_tokens` tokens.
@@ -387,9 +392,8 @@ class TokenHead:
         """
         if not torch.is_grad_enabled():
             return -self.logps().sum() / loss_tokens
-        share: torch.Tensor = NllShare.apply(  # type: ignore[no-untyped-call]
-            self.hidden_ND, self.weight_VD, self.targets_N, loss_tokens, self.chunk, self.transform
-        )
+        rest = (self.targets_N, loss_tokens, self.chunk, self.transform, self.loss_scale)
+        share: torch.Tensor = NllShare.apply(self.hidden_ND, self.weight_VD, *rest)  # type: ignore[no-untyped-call]
         return share if self.split is None else self.split.summed(share)
 
     def logps(self, temperature: float = 1.0) -> torch.Tensor:
@@ -454,7 +458,9 @@ class PackedModel(Backbone):
         weight_VD = self.pretrained.get_output_embeddings().weight
         if self.head_float32:
             hidden_ND, weight_VD = hidden_ND.float(), weight_VD.float()
-        return TokenHead(hidden_ND, weight_VD, targets_N, self.logits_chunk, split, self.transform)
+        return TokenHead(
+            hidden_ND, weight_VD, targets_N, self.logits_chunk, split, self.transform, self.loss_scale
+        )
 
 
 # The head in Hugging Face's layout of sequence and token classifiers; the latter's has a bias.

@@ -143,8 +143,8 @@ class LoraSection(Section):
 class ModelSection(Section):
     path: str
     """A local Hugging Face model directory, or a Hub name; `name@revision` is a commit, tag or branch."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute type. Trained weights, optimizer state and gradient reduction are always float32."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Compute type; trained weights, moments and gradient sums are float32. `float16` scales the loss."""
     head_dtype: Literal["model", "float32"] = "model"
     """Compute type of the language-model head, in training and in rollout engines: as `dtype`, or float32."""
     attention: Annotated[Literal["auto", "flash", "sdpa", "padded"], Affects.EXECUTION] = "auto"

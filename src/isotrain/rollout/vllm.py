@@ -112,7 +112,7 @@ class VllmEngine:
         options = {**few_graphs(device_type, eager, options or {}), **(options or {})}
         if eager:
             _compile_nothing()
-        vllm, current_platform = _import_vllm(device_type)
+        vllm, current_platform = _import_vllm(device_type, dtype)
         self.name, self.version, self._timeout, self._seeded = name, 0, update_timeout, seeded
         self._unusable = "its weights are random until the first update" if load_format == "dummy" else ""
         self._lost, self._asleep = False, list[str]()
@@ -418,8 +418,7 @@ def _trajectory(request: Request, output: Any, version_N: npt.NDArray[np.int32])
 
 
 def _check_options(options: Mapping[str, Any], vllm: Any) -> None:
-    known = {item.name for item in fields(vllm.EngineArgs)}
-    if missing := sorted(set(options) - known):
+    if missing := sorted(set(options) - {item.name for item in fields(vllm.EngineArgs)}):
         names = ", ".join(f"rollout.engine_options.{name}" for name in missing)
         raise RolloutError(f"{names}: vLLM {vllm.__version__} has no such option; remove it")
 
@@ -430,8 +429,7 @@ def few_graphs(device_type: str, eager: bool, options: Mapping[str, Any]) -> dic
         return {}
     most = int(options.get("max_num_seqs", CAPTURED[-1]))
     sizes = sorted({*(size for size in CAPTURED if size < most), min(most, CAPTURED[-1])})
-    modes = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-    return {"compilation_config": modes}
+    return {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}}
 
 
 def prefill(max_length: int, *, in_parts: bool) -> dict[str, Any]:
@@ -441,8 +439,7 @@ def prefill(max_length: int, *, in_parts: bool) -> dict[str, Any]:
 
 
 def _reads_in_parts(platform: Any) -> bool:
-    # A prompt read in parts rewinds its seed's generator, which vLLM cannot do on the host.
-    return not platform.is_cpu()
+    return not platform.is_cpu()  # a prompt read in parts rewinds its seed's generator
 
 
 def _set_environment(device_type: str) -> dict[str, str]:
@@ -458,7 +455,7 @@ def _set_environment(device_type: str) -> dict[str, str]:
     return special
 
 
-def _import_vllm(device_type: str) -> tuple[Any, Any]:
+def _import_vllm(device_type: str, dtype: str) -> tuple[Any, Any]:
     """vLLM and its platform, which must be that of the run."""
     try:
         import vllm
@@ -469,6 +466,10 @@ def _import_vllm(device_type: str) -> tuple[Any, Any]:
         raise RolloutError(
             f"rollout.engine: the installed vLLM is for {current_platform.device_type}, but device.type "
             f"is {device_type}; install the vLLM for that device, or set rollout.engine: hf"
+        )
+    if f"torch.{dtype}" not in map(str, current_platform.supported_dtypes):
+        raise RolloutError(
+            f"model.dtype: vLLM has no {dtype} here; write bfloat16, or set rollout.engine: hf"
         )
     return vllm, current_platform
 
@@ -481,7 +482,7 @@ def _compile_nothing() -> None:
     torch._dynamo.config.disable = True
 
 
-# Read from vllm-ascend 0.23.0's wheel, which a slow test does again; not run on hardware yet.
+# From vllm-ascend 0.23.0's wheel, which a slow test reads again; not run on hardware yet.
 _ALLOCATOR = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
 

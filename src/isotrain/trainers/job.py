@@ -19,7 +19,7 @@ from isotrain.engine.checkpoint.resume_point import LostCheckpoint, lost_checkpo
 from isotrain.engine.checkpoint.storage import open_storage
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.state import generator_shards, host_generators, optimizer_updates, restore, saved_shards
+from isotrain.engine.state import generator_shards, host_generators, restore, saved_counts, saved_shards
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.weights import Shard
@@ -105,6 +105,9 @@ def draw_plots(run: RunDirectory, name: str, console: Console) -> None:
     except OSError as error:
         console.message(f"warning: no plots in {run.plots}: {error}")
 
+
+# Appended to advice about numbers that are not finite, where the loss has a scale.
+NARROW_HINT = ", or set model.dtype=bfloat16: numbers above 65504 are infinite in float16"
 
 # A run without `trainer.save_every` loses at most this much when it dies.
 MINUTES = 10.0
@@ -194,14 +197,14 @@ class RankCheckpoints:
     def save(self, step: int, state: Mapping[str, Any], *, copied: bool = False) -> None:
         """Begin to write; `copied` as in `CheckpointWriter.save`."""
         shards: dict[str, Shard] = {}
-        updates: dict[str, int] = {}
+        counts: dict[str, float] = {}
         for prefix, engine in self.engines.items():
             shards |= saved_shards(engine, prefix)
-            updates[f"{prefix}updates"] = optimizer_updates(engine)
+            counts |= saved_counts(engine, prefix)
             if copied:
                 engine.before_reuse = self.writer.join
         shards |= generator_shards(self.device)
-        self.writer.save(step, shards, host_generators(), {**state, **updates}, copied=copied)
+        self.writer.save(step, shards, host_generators(), {**state, **counts}, copied=copied)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on disk."""

@@ -14,7 +14,7 @@ from isotrain.engine.optimizer import Schedule
 from isotrain.errors import ZeroGradientError
 from isotrain.models.config import training_flops
 from isotrain.observe.spans import write_spans
-from isotrain.trainers.job import Job, RankCheckpoints
+from isotrain.trainers.job import NARROW_HINT, Job, RankCheckpoints
 from isotrain.trainers.preemption import Preempted
 from isotrain.trainers.profiling import RankProfile
 
@@ -110,10 +110,11 @@ class SupervisedTrainer:
         ranks = self.engine.world.size
         values = {
             "train/loss": result.loss,
-            "train/grad_norm": result.grad_norm,
+            # Overflowed, it is no number: the curve has a gap there.
+            **({} if result.overflowed else {"train/grad_norm": result.grad_norm}),
             "train/lr": self.schedule(step),
             "train/tokens": data.tokens,
-            **{f"train/{name}": value for name, value in result.metrics.items()},
+            **{f"train/{name}": value for name, value in {**result.metrics, **result.scale_metrics}.items()},
             **({} if result.router_aux_loss is None else {"train/router_aux_loss": result.router_aux_loss}),
             "timing_s/step": seconds,
             "perf/throughput": data.tokens / (seconds * ranks),
@@ -127,7 +128,7 @@ class SupervisedTrainer:
         return values
 
     def _count_skipped(self, step: int, result: UpdateResult) -> None:
-        if result.applied:
+        if result.applied or result.overflowed:
             return
         self.counts.skipped += 1
         what = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite"
@@ -135,7 +136,8 @@ class SupervisedTrainer:
         self.job.count_skipped(
             self.counts.skipped,
             warning=f"{what}, update skipped",
-            error=f"{what}{total}; lower optimizer.lr, check this step's samples",
+            error=f"{what}{total}; lower optimizer.lr, check this step's samples"
+            + (NARROW_HINT if result.scale_metrics else ""),
         )
 
     def _check_gradient(self, step: int, result: UpdateResult) -> None:
@@ -149,7 +151,7 @@ class SupervisedTrainer:
             return
         if not counts.zero_gradients:
             raise ZeroGradientError(
-                f"all {counts.skipped} updates up to step {step} were skipped, because loss or gradient "
+                f"all {step} updates up to step {step} were skipped, because loss or gradient "
                 "was not finite: nothing is learnt; lower optimizer.lr, or check the samples"
             )
         raise ZeroGradientError(

@@ -267,6 +267,7 @@ def test_a_configuration_of_kto() -> None:
         ("max_prompt_length: 256", {"data.max_length": 256, "data.too_long": "truncate-left"}),
         ("cast_lm_head_to_fp32: true", {"model.head_dtype": "float32"}),
         ("bf16: false", {"model.dtype": "float32"}),
+        ("fp16: true", {"model.dtype": "float16"}),
         ("reward_weights: [0.5]", {"reward.model.path": "rm", "reward.model.weight": 0.5}),
     ],
 )  # fmt: skip
@@ -291,7 +292,6 @@ def test_settings_of_grpo(settings: str, expected: dict[str, Any]) -> None:
         ("optim: adafactor", "optim"),
         ("lr_scheduler_type: polynomial", "lr_scheduler_type"),
         ("num_train_epochs: 0.5", "num_train_epochs"),
-        ("fp16: true", "fp16"),
         ("dtype: bfloat16", "dtype"),
         ("sync_ref_model: true", "sync_ref_model"),
         ("max_completion_length: null", "max_completion_length"),

@@ -216,6 +216,16 @@ def test_routes_of_the_old_policy_are_replayed_there_too() -> None:
     assert result.same_training and fields(result)["algorithm.router_replay"] == "R2"
 
 
+@pytest.mark.parametrize("name", ["fp16", "float16", "half"])
+def test_float16_is_the_type_of_training_and_engines(name: str) -> None:
+    key = f"{ACTOR}.fsdp_config.dtype={name}"
+    result = imported(key, "actor_rollout_ref.rollout.dtype=float16")
+    assert result.same_training and fields(result)["model.dtype"] == "float16"
+    other = imported(key, "actor_rollout_ref.rollout.dtype=bfloat16")
+    (refused,) = (finding for finding in other.refused if finding.key.endswith("rollout.dtype"))
+    assert refused.why == "engines compute in model.dtype, which is float16"
+
+
 @pytest.mark.parametrize(
     ("mode", "options", "expected"),
     [

@@ -115,7 +115,7 @@ def planned(
     return make_plan(given, devices, ROUND, gb)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
 def test_engine_memory_equals_a_sum_by_hand(
     tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int
 ) -> None:

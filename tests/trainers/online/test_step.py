@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -52,6 +53,23 @@ def test_advantages_do_not_depend_on_micro_batches(device_type: str, name: str) 
         for found, wanted in ((one.advantages_N, other.advantages_N), (one.returns_N, other.returns_N)):
             assert found is not None and wanted is not None and torch.equal(found, wanted)
     assert sum(float(m.advantages_N.abs().sum()) for m in together if m.advantages_N is not None) > 0
+
+
+def test_a_norm_that_overflowed_is_left_out_of_the_mean() -> None:
+    skipped, scales = {"loss_scale_skipped": 1.0}, (64.0, 32.0, 32.0)
+    results = [
+        UpdateResult(0.5, norm, norm != math.inf, {}, overflowed=norm == math.inf, scale_metrics=scale)
+        for norm, scale in zip(
+            (math.inf, 2.0, 4.0), ({"loss_scale": value, **skipped} for value in scales), strict=True
+        )
+    ]
+    assert update_means(results, "actor") == {
+        "actor/grad_norm": pytest.approx(3.0),
+        "actor/loss_scale": 32.0,
+        "actor/loss_scale_skipped": 1.0,
+        "actor/skipped": 0.0,
+    }
+    assert "actor/grad_norm" not in update_means(results[:1], "actor")
 
 
 def test_metrics_of_a_step_are_means_over_its_updates() -> None:

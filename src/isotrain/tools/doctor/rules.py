@@ -51,7 +51,7 @@ NEEDS: dict[str, Callable[[Recipe], bool]] = {
     "several ranks": lambda recipe: (
         recipe.device.ranks > 1 or (recipe.rollout is not None and recipe.rollout.tensor_parallel > 1)
     ),
-    "flash": lambda recipe: recipe.model.attention in ("auto", "flash") and recipe.model.dtype == "bfloat16",
+    "flash": lambda recipe: recipe.model.attention in ("auto", "flash") and recipe.model.dtype != "float32",
     "float32": lambda recipe: recipe.model.dtype == "float32",
 }
 

@@ -169,6 +169,7 @@ def _online(recipe: Recipe) -> dict[str, Any]:
         f"{OPTIM}.lr_warmup_steps": optimizer.warmup_steps or -1,
         f"{OPTIM}.min_lr_ratio": optimizer.min_lr_ratio,
         f"{R}.name": rollout.engine,
+        f"{R}.dtype": recipe.model.dtype,
         f"{R}.n": rollout.n,
         f"{R}.temperature": rollout.temperature,
         f"{R}.top_p": rollout.top_p,

@@ -376,11 +376,10 @@ def mesh(d: Draft, ranks: int) -> None:
 
 def lora(d: Draft, balancing: str) -> None:
     dtype = d.text("ds.param_dtype", "bf16")
-    if dtype not in ("bf16", "bfloat16"):
-        d.refuse(
-            "ds.param_dtype", f"{shown(dtype, 20)}: model.dtype is bfloat16 or float32; bfloat16 is written"
-        )
-    d.put("model.dtype", "bfloat16", "ds.param_dtype")
+    known = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
+    if dtype not in known:
+        d.refuse("ds.param_dtype", f"{shown(dtype, 20)}: use bf16 or fp16; bfloat16 is written")
+    d.put("model.dtype", known.get(dtype, "bfloat16"), "ds.param_dtype")
     weight = d.number(balancing, 0.0)
     if weight and weight > 1e-8:
         d.put("model.router_aux_loss", weight, balancing)

@@ -193,16 +193,14 @@ def _model(d: Draft, trainer: str) -> None:
     loaded = "model_init_kwargs.dtype" if d.given("model_init_kwargs.dtype") else "dtype"
     kept, half = d.text(loaded, "float32"), d.flag("fp16")
     mixed = not half if d.value("bf16") is None else d.flag("bf16")
-    if half:
-        d.refuse("fp16", "isotrain computes in bfloat16 or float32; bfloat16 is written")
     if kept not in ("float32", "None"):
         why = f"{shown(kept, 20)} is the type of the trained weights; isotrain keeps them in float32"
         if not d.flag("use_peft"):
             d.refuse(loaded, why)
         elif kept not in ("bfloat16", "auto"):
-            d.refuse(loaded, f"{shown(kept, 20)}: model.dtype is bfloat16 or float32")
-    low = half or mixed or kept != "float32"
-    d.put("model.dtype", "bfloat16" if low else "float32", "bf16", "fp16", loaded)
+            d.refuse(loaded, f"{shown(kept, 20)}: set model.dtype; bfloat16 is written")
+    low = "bfloat16" if mixed or kept != "float32" else "float32"
+    d.put("model.dtype", "float16" if half else low, "bf16", "fp16", loaded)
     balancing = d.number("router_aux_loss_coef", None)
     if balancing:
         d.put("model.router_aux_loss", balancing, "router_aux_loss_coef")

@@ -252,13 +252,26 @@ def mesh(
     d.put("device.mesh.replicas", ranks // size, sharded, note=note)
 
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+def dtype(d: Draft, key: str) -> str:
+    given = d.text(key, "bfloat16")
+    name = DTYPES.get(given, given)
+    if name not in DTYPES.values():
+        d.refuse(
+            key, f"model.dtype is bfloat16, float16 or float32, not {shown(name, 20)}; bfloat16 is written"
+        )
+        name = "bfloat16"
+    d.put("model.dtype", name, key)
+    return name
+
+
 def precision(d: Draft) -> None:
-    dtype = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
-    key = f"{A}.fsdp_config.dtype"
-    name = d.text(key, "bfloat16")
-    if name not in dtype:
-        d.refuse(key, f"model.dtype is bfloat16 or float32, not {shown(name, 20)}; bfloat16 is written")
-    d.put("model.dtype", dtype.get(name, "bfloat16"), key)
+    name = dtype(d, f"{A}.fsdp_config.dtype")
+    engines = d.text(f"{R}.dtype", "auto") if d.given(f"{R}.dtype") else "auto"
+    if engines != "auto" and DTYPES.get(engines, engines) != name:
+        d.refuse(f"{R}.dtype", f"engines compute in model.dtype, which is {name}")
     if d.flag(f"{A}.fsdp_config.offload_policy"):
         d.put("model.offload.weights", True, f"{A}.fsdp_config.offload_policy")
 

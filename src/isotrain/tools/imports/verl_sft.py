@@ -6,7 +6,16 @@ from isotrain.tools.imports.draft import Draft, Off
 from isotrain.tools.imports.hydra import shown
 from isotrain.tools.imports.keys import verl_sft
 from isotrain.tools.imports.source import ImportSource, Stray
-from isotrain.tools.imports.verl import checkpoints, lora, mesh, multimodal, observe, own_config, run_name
+from isotrain.tools.imports.verl import (
+    checkpoints,
+    dtype,
+    lora,
+    mesh,
+    multimodal,
+    observe,
+    own_config,
+    run_name,
+)
 from isotrain.tools.imports.verl_algorithm import schedule, total_steps, warmup
 
 
@@ -83,6 +92,7 @@ def _model(d: Draft) -> None:
     default = "deepseek-llm-7b-chat" if d.version == d.table.versions[1] else "gemma-1.1-7b-it"
     key = "model.partial_pretrain" if d.value("model.partial_pretrain") else "model.path"
     d.put("model.path", d.text(key, f"~/models/{default}"), key)
+    dtype(d, "engine.dtype")
     lora(d, "model")
     for name in ("cpu_offload", "offload_params"):
         if d.flag(f"model.fsdp_config.{name}"):

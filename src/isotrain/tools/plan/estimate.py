@@ -91,7 +91,7 @@ class Shape:
 
 def element_bytes(recipe: Recipe) -> int:
     """Size of a weight or a cached value: engines, and gathered layers, have the model's own type."""
-    return {"bfloat16": 2, "float32": 4}[recipe.model.dtype]
+    return 4 if recipe.model.dtype == "float32" else 2
 
 
 @dataclass(frozen=True)

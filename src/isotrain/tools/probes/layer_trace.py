@@ -169,6 +169,9 @@ class LayerTrace:
         tensors["update/recomputed"] = np.array(update.recomputed, dtype=np.float64).reshape(-1, 3)
         for kind, entries in update.sketches.items():
             sketches = list(entries.values())
+            if kind == "gradient" and self._engine.loss_scale is not None:
+                for sketch in sketches:
+                    sketch.divide(self._engine.loss_scale.value)
             tensors[f"{kind}/sketch"] = np.array([s.numbers_KK for s in sketches]).reshape(
                 len(sketches), *Sketch().numbers_KK.shape
             )
@@ -269,6 +272,10 @@ class Sketch:
         sums_KK = torch.zeros(SIZE, SIZE, dtype=torch.float64).index_add_(1, bucket_D, sums_KD * sign_D)
         self.numbers_KK += sums_KK.numpy()
         self.columns = columns
+
+    def divide(self, by: float) -> None:
+        self.numbers_KK /= by
+        self._squares /= by * by
 
 
 @lru_cache(maxsize=16)

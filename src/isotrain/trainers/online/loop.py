@@ -32,7 +32,7 @@ from isotrain.recipe.online import OnlineSection, PpoSection, RewardSection, Rol
 from isotrain.recipe.schema import DataSection
 from isotrain.rollout.validation import validation_index, validation_sampling
 from isotrain.trainers.build import VALIDATION
-from isotrain.trainers.job import Job
+from isotrain.trainers.job import NARROW_HINT, Job
 from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.messages import (
     Group,
@@ -468,7 +468,8 @@ class OnlineTrainer:
         self.job.count_skipped(
             self.progress.skipped,
             warning=f"{what}, skipped",
-            error=f"{what}; lower optimizer.lr, check this step's responses (rollout.record=true)",
+            error=f"{what}; lower optimizer.lr, check this step's responses (rollout.record=true)"
+            + (NARROW_HINT if "actor/loss_scale" in values else ""),
         )
 
     @contextmanager

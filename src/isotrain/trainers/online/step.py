@@ -365,13 +365,17 @@ def critic_objective(
 
 
 def update_means(results: Sequence[UpdateResult], name: str) -> dict[str, float]:
-    """Metrics averaged over the updates of a step."""
+    """Metrics averaged over the updates of a step; a norm that overflowed is no number, and is left out."""
     total: dict[str, float] = {}
+    norms = sum(not result.overflowed for result in results)
     for result in results:
-        metrics = {f"{name}/grad_norm": result.grad_norm}
+        metrics = {}
+        if not result.overflowed:
+            metrics[f"{name}/grad_norm"] = result.grad_norm * (len(results) / norms)
         if result.router_aux_loss is not None:
             metrics[f"{name}/router_aux_loss"] = result.router_aux_loss
         for key, value in {**result.metrics, **metrics}.items():
             total[key] = total.get(key, 0.0) + value / len(results)
-    total[f"{name}/skipped"] = float(sum(not result.applied for result in results))
+    total |= {f"{name}/{key}": value for key, value in results[-1].scale_metrics.items()}
+    total[f"{name}/skipped"] = float(sum(not (result.applied or result.overflowed) for result in results))
     return total

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from safetensors.torch import save_file as save_tensors
 
-from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.engine import LossScale, TrainingEngine
 from isotrain.errors import DataError
 from isotrain.tools.parity.levels.level import Level
 from isotrain.trainers import build, job
@@ -102,6 +102,17 @@ def test_two_devices_agree(tiny: Path, reference: Path, tmp_path: Path, fused: s
     assert kinds == [f"{kind}: error" for kind in order]
     assert all(check.passed for check in level.checks)
     json.dumps(level.evidence, allow_nan=False)
+
+
+def test_gradients_are_recorded_without_the_loss_scale(
+    tiny: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs in float16 with other scales are the same, also beside float32."""
+    a = train(tiny, tmp_path / "a", model={"dtype": "float16"})
+    monkeypatch.setattr("isotrain.engine.build.LossScale", lambda: LossScale(2.0**12))
+    b = train(tiny, tmp_path / "b", "npu", model={"dtype": "float16", "fused": "on"})
+    assert layers_level(a, b, dtype="float16").state == "same"
+    assert layers_level(reference, a, dtype="float16").state == "same"
 
 
 def test_compares_bfloat16_and_adapters(tiny: Path, tmp_path: Path) -> None:
@@ -405,8 +416,8 @@ def test_files_that_are_none(reference: Path, copied: Path, tmp_path: Path) -> N
 
 
 def test_limits_need_a_known_type(reference: Path) -> None:
-    with pytest.raises(DataError, match="float32, bfloat16"):
-        layers_level(reference, reference, dtype="float16")
+    with pytest.raises(DataError, match="float32, float16, bfloat16"):
+        layers_level(reference, reference, dtype="float64")
 
 
 def test_attention_that_shares_no_prompts_reads_other_tokens(tiny: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from isotrain.tools.parity.levels.level import Check
 from isotrain.tools.parity.run import RunLog, section
 
 # By how much rounding may move the log-prob of a whole response between two passes, in nats.
-_ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
+_ROUNDING = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.2}
 # Advantages are whitened over the tokens of the step by these, and centred in their groups by those.
 _WHITENED = ("ppo", "reinforce++", "reinforce++-baseline")
 _CENTRED = ("grpo", "rloo")

@@ -20,15 +20,15 @@ ALL = tr("all of them")
 """The name under which the common size of a kind's entries is compared."""
 
 # Of a rounding: the distance from 1 to the next number.
-_EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
+_EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 # What honest pairs were measured at on tiny models of up to 12 layers (same code on two devices, fused and
 # plain operators, weights changed in their last digits) is at most a quarter of each of these limits. Only
 # updates of a few elements come closer in bfloat16: a quarter of the changed signs is half of the error.
-_ACTIVATION = {"float32": 64, "bfloat16": 8}
+_ACTIVATION = {"float32": 64, "float16": 8, "bfloat16": 8}
 _GRADIENT = 2
 _LOSS = 1 / 8
-_SIZE = {"float32": 64, "bfloat16": 4}
-_UPDATE_SIZE = {"float32": 1e-4, "bfloat16": 2e-3}
+_SIZE = {"float32": 64, "float16": 4, "bfloat16": 4}
+_UPDATE_SIZE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-3}
 _DEPTH = 64
 """Entries after which an error's variance may have doubled: roundings of layers add up as random steps do."""
 _WEIGHT = 1e-5
@@ -38,7 +38,7 @@ _SIGN_CHANGES = 3
 """Times two over the root of a parameter's size: so much of its update a few changed signs may make."""
 _NOISE = 8
 # Last digits of float32 weights say little of what bfloat16 rounds away: there, noise only widens limits.
-_FLOOR = {"float32": 1 / 8, "bfloat16": 1.0}
+_FLOOR = {"float32": 1 / 8, "float16": 1.0, "bfloat16": 1.0}
 # From the median of sizes to their root mean square, for normal numbers.
 _MEDIAN_TO_ROOT_MEAN_SQUARE = 1.4826
 NOT_A_NUMBER = 1e300
