@@ -9,9 +9,10 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from isotrain.errors import RecipeError, install, one_line
 from isotrain.files import parse_json, read_regular
@@ -119,7 +120,7 @@ def cached_file(name: str, file: str) -> Path | None:
         if chosen() == MODELSCOPE:
             from modelscope_hub import HubApi
 
-            where = {"revision": revision or "master", "local_files_only": True}
+            where: dict[str, Any] = {"revision": revision or "master", "local_files_only": True}
             return Path(HubApi().download_file(repository, "model", file, **where))
         from huggingface_hub import try_to_load_from_cache
 
@@ -147,14 +148,20 @@ def _alone(lock: Path, name: str) -> Iterator[None]:
         yield
         return
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{name}: waiting for another process that downloads it", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            pass
+        with contextlib.suppress(OSError):  # a file system without locks
+            _wait_for(file, name)
         yield
+
+
+def _wait_for(file: BinaryIO, name: str) -> None:
+    """Take the lock, and say so where that takes longer than to look at what is there."""
+    for _ in range(20):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.1)
+    print(f"{name}: waiting for another process that downloads it", file=sys.stderr)
+    fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _key(*parts: str) -> str:
@@ -197,7 +204,7 @@ def _from_modelscope(repository: str, kind: str, revision: str | None, patterns:
     from modelscope_hub.errors import CacheNotFound, NetworkError
 
     api, record_path = HubApi(), _record_path(repository, kind, revision)
-    where = {"repo_type": kind, "revision": revision or "master"}
+    where: dict[str, Any] = {"repo_type": kind, "revision": revision or "master"}
     with contextlib.nullcontext() if _is_offline() else _alone(record_path.with_suffix(".lock"), repository):
         try:
             cached: Path | None = Path(api.download_repo(repository, **where, local_files_only=True))
@@ -243,11 +250,11 @@ def _unchanged(
 ) -> dict[str, int]:
     """The files, with their times, that were checked and are still the ones listed."""
     kept = {}
-    for path, time in record["checked"].items():
+    for path, modified in record["checked"].items():
         if directory and record["files"].get(path) == listed.get(path):
             with contextlib.suppress(OSError):
-                if (directory / path).stat().st_mtime_ns == time:
-                    kept[path] = time
+                if (directory / path).stat().st_mtime_ns == modified:
+                    kept[path] = modified
     return kept
 
 
