@@ -194,6 +194,7 @@ def test_an_interrupt_is_a_short_line_and_130(monkeypatch: pytest.MonkeyPatch) -
     "recipe",
     [
         *("gsm8k-sft-lora-8x", "gsm8k-grpo-8x", "gsm8k-grpo-2x8", "gsm8k-ppo-8x", "gsm8k-reinforce++-8x"),
+        *("qwen3-8b-grpo-8x", "qwen3-8b-grpo-sglang-4x", "dapo-qwen2.5-7b-16x", "dapo-qwen3-8b-16x"),
     ],
 )
 def test_recipes_of_accelerator_size_are_valid_on_each_kind(recipe: str) -> None:

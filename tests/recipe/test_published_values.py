@@ -37,6 +37,42 @@ FINE_TUNING = """
 data.train_batch_size=512 optim.lr=1e-4 model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct
 trainer.total_epochs=1 model.lora_rank=32 model.lora_alpha=16 model.target_modules=all-linear
 """
+QWEN3 = """
+algorithm.adv_estimator=grpo data.train_batch_size=256 data.max_prompt_length=512
+data.max_response_length=1024 data.filter_overlong_prompts=True actor_rollout_ref.model.path=Qwen/Qwen3-8B
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=64
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5 trainer.critic_warmup=0
+devices=8 trainer.val_before_train=True trainer.save_freq=5 trainer.test_freq=5 trainer.total_epochs=15
+"""
+QWEN3_SGLANG = """
+algorithm.adv_estimator=grpo data.train_batch_size=16 data.max_prompt_length=512
+data.max_response_length=1024 data.filter_overlong_prompts=True actor_rollout_ref.model.path=Qwen/Qwen3-8B
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=16
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.name=sglang
+actor_rollout_ref.rollout.gpu_memory_utilization=0.3 actor_rollout_ref.rollout.n=5 trainer.critic_warmup=0
+devices=4 ulysses_sequence_parallel_size=4 trainer.save_freq=1000 trainer.test_freq=10000
+trainer.total_epochs=5 trainer.val_before_train=False
+"""
+DAPO = """
+algorithm.adv_estimator=grpo data.train_batch_size=16 data.max_prompt_length=2048
+data.max_response_length=20480 actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=1
+actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.model.enable_gradient_checkpointing=True
+clip_ratio_low=0.2 clip_ratio_high=0.28 clip_ratio_c=10.0 actor_rollout_ref.actor.loss_agg_mode=token-mean
+filter_groups.max_num_gen_batches=10 overlong_buffer.len=4096 overlong_buffer.penalty_factor=1.0
+weight_decay=0.1 lr_warmup_steps=10 grad_clip=1.0 temperature=1.0
+actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.gpu_memory_utilization=0.5 actor_rollout_ref.rollout.n=16 devices=16
+ulysses_sequence_parallel_size=4 trainer.val_before_train=True trainer.save_freq=20 trainer.test_freq=5
+trainer.total_epochs=1
+"""
 # What verl takes where a script says nothing.
 DEFAULTS = """
 betas=[0.9,0.999] weight_decay=0.01 grad_clip=1.0 warmup_style=constant lr_warmup_steps_ratio=0.0
@@ -79,6 +115,14 @@ KEYS = {
     "clip_ratio_low": "algorithm.loss.clip_ratio_low",
     "clip_ratio_high": "algorithm.loss.clip_ratio_high",
     "clip_ratio_c": "algorithm.loss.dual_clip",
+    "actor_rollout_ref.actor.loss_agg_mode": "algorithm.loss.aggregation",
+    "filter_groups.max_num_gen_batches": "algorithm.dynamic_sampling.max_attempts",
+    "overlong_buffer.len": "algorithm.overlong.buffer",
+    "overlong_buffer.penalty_factor": "algorithm.overlong.factor",
+    "ulysses_sequence_parallel_size": "device.mesh.context",
+    "lr_warmup_steps": "optimizer.warmup_steps",
+    "trainer.val_before_train": "trainer.validate_first",
+    "trainer.save_freq": "trainer.save_every",
     "ppo_epochs": "algorithm.ppo_epochs",
     "temperature": "rollout.temperature",
     "method": "reward.gsm8k.method",
@@ -102,6 +146,13 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**NO_CRITIC, **ONE_MACHINE, "algorithm.name": "reinforce++"},
     ),
     "gsm8k-sft-lora-8x": (FINE_TUNING, {}),
+    "qwen3-8b-grpo-8x": (QWEN3 + DEFAULTS, NO_WARM_UP),
+    "qwen3-8b-grpo-sglang-4x": (
+        QWEN3_SGLANG + DEFAULTS,
+        {**NO_WARM_UP, "trainer.validate_every": 20, "trainer.save_every": 20},
+    ),
+    "dapo-qwen2.5-7b-16x": (DAPO, {}),
+    "dapo-qwen3-8b-16x": (DAPO, {"model.path": "Qwen/Qwen3-8B-Base"}),
 }
 
 

@@ -26,14 +26,23 @@ def again(recipe: Recipe) -> Recipe:
 
 @pytest.mark.parametrize(
     "name",
-    ["gsm8k-grpo-8x", "gsm8k-grpo-2x8", "gsm8k-ppo-8x", "gsm8k-reinforce++-8x", "gsm8k-sft-lora-8x"],
+    [
+        *("gsm8k-grpo-8x", "gsm8k-grpo-2x8", "gsm8k-ppo-8x", "gsm8k-reinforce++-8x", "gsm8k-sft-lora-8x"),
+        *("qwen3-8b-grpo-8x", "qwen3-8b-grpo-sglang-4x", "dapo-qwen2.5-7b-16x", "dapo-qwen3-8b-16x"),
+    ],
 )
 def test_recipes_of_the_library_come_back(name: str) -> None:
     recipe = load_recipe(library.find(name), ["trainer.save_every=20"])
     here, there = spelled_out(recipe), spelled_out(again(recipe))
     here["rollout.eager"] = there.get("rollout.eager")  # null lets the device decide; verl has no such value
+    lost = {item.field for item in to_verl(recipe).differences}
+    if name.startswith("dapo"):  # verl chooses rewards by data set, so an import asks for a function
+        here, there = (
+            {k: v for k, v in fields.items() if not k.startswith("reward.")} for fields in (here, there)
+        )
+        lost = {field for field in lost if not field.startswith(("reward.math.", "reward.function."))}
     assert {k: v for k, v in here.items() if v is not None} == there
-    assert {item.field for item in to_verl(recipe).differences} <= {"rollout.eager", "data.too_long"}
+    assert lost <= {"rollout.eager", "data.too_long"}
 
 
 def drawn(chance: random.Random) -> dict[str, Any]:
