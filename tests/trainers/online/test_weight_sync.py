@@ -14,6 +14,7 @@ from isotrain.cluster.failures import Overdue, WorkerDied
 from isotrain.cluster.replaceable import Died, WorkerTask
 from isotrain.cluster.workers import WorkerCall
 from isotrain.errors import WeightUpdateError
+from isotrain.observe.spans import SpanLog
 from isotrain.trainers.online.engines import Weights
 from isotrain.trainers.online.loop import OnlineProgress, OnlineTrainer
 from isotrain.trainers.online.rollouts import SyncBatches
@@ -60,7 +61,7 @@ class Late:
 def test_every_part_of_an_update_has_a_limit(method: str | None) -> None:
     late: Any = Late(method or "nothing")
     trainer: Any = object.__new__(OnlineTrainer)
-    trainer.rollout = SimpleNamespace(generates=True)
+    trainer.rollout, trainer.job = SimpleNamespace(generates=True), SimpleNamespace(spans=SpanLog(""))
     trainer.weights = WeightSync(late, late, late, [FILES], colocated=True)
     trainer.batches = SyncBatches(lambda: None)  # type: ignore[arg-type, return-value]
     trainer.progress = OnlineProgress(FixedKl(0.0))
