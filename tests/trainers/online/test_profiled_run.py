@@ -18,7 +18,8 @@ from isotrain.recipe.schema import Recipe
 from isotrain.tools.profile.analyse import UNACCOUNTED, Profile, profile_of
 from support import stable_metrics
 
-pytestmark = pytest.mark.ray
+# Slow: what takes how long is compared, which other tests beside it would change.
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SITE = Path(__file__).with_name("slow_site")
 SOURCE = Path(__file__).parents[3] / "src"
