@@ -324,9 +324,8 @@ def verify(
 ) -> None:
     """Say whether a certificate is consistent, and separately who signed it.
 
-    Consistent: digest, figures and outcome fit the curves in the file, the computation its levels. With the
-    run directories, their files, curves and devices are compared as well. Levels rest on traces that are not
-    in the file: whether to believe them depends on who signed it.
+    Consistent: the file is as it was made and, with the run directories, its inputs, curves and devices are
+    theirs. Anyone can write such a file: whether to believe it depends on who signed it.
 
     Exit code 0: consistent; 1: inconsistent, or a signature that is not of this file, or with
     --allowed-signers no signature by one of them.

@@ -37,7 +37,7 @@ from isotrain.tools.parity.verdict import Same
 
 FORMAT = 4
 MAX_BYTES = 8 << 20
-# Each curve costs time when it is verified; nobody needs more, a stranger might send them.
+# Nobody needs more; a stranger might send them.
 MAX_CURVES = 64
 _SHOWN = 3
 _MOST_FACTS, _DEEPEST = 4000, 8
@@ -293,10 +293,12 @@ class Certificate(CertificatePart):
     """Over the canonical JSON of all the rest."""
 
     @model_validator(mode="after")
-    def _all_levels(self) -> Certificate:
+    def _is_complete(self) -> Certificate:
         if [level.name for level in self.levels] != list(LEVELS):
             raise ValueError(f"levels: are not {', '.join(LEVELS)}")
         _subject(self)
+        if digest_of(self.recipe) != self.recipe_sha256:
+            raise ValueError("recipe_sha256: is not that of the recipe")
         return self
 
     @property

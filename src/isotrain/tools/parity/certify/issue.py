@@ -1,4 +1,4 @@
-"""From a verdict over two runs to its certificate; figures and outcome again from the curves in it alone."""
+"""From a verdict over two runs to its certificate."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import datetime
 import math
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from isotrain import __version__
@@ -28,17 +27,17 @@ from isotrain.tools.parity.certify.certificate import (
     problems_of,
     sealed,
 )
-from isotrain.tools.parity.compare.comparison import Comparison, compare
+from isotrain.tools.parity.compare.comparison import Comparison
 from isotrain.tools.parity.compare.effects import VALIDATION
 from isotrain.tools.parity.compare.objections import SPEED
-from isotrain.tools.parity.compare.outcome import Outcome, outcome_of
+from isotrain.tools.parity.compare.outcome import Outcome
 from isotrain.tools.parity.compare.published import Kind, kind_of
 from isotrain.tools.parity.levels.layers import TRUTH
 from isotrain.tools.parity.levels.level import Check, Level
 from isotrain.tools.parity.protocol import Companions
 from isotrain.tools.parity.read.bounded import sha256_of
 from isotrain.tools.parity.read.runs import read_run
-from isotrain.tools.parity.run import RunLog, Series, common, section
+from isotrain.tools.parity.run import RunLog, common, section
 from isotrain.tools.parity.verdict import Verdict
 
 # What belongs to one side alone: its device is told there, the rest is about this machine.
@@ -49,16 +48,6 @@ _LONGEST_LINE = 2000
 _TRACES = ("layer_trace", "score_tests", f"{TRUTH}/layer_trace")
 
 
-def comparison_of(curves: Mapping[str, Curve]) -> Comparison:
-    """Reference against candidate, as if their runs had been read."""
-    with np.errstate(all="ignore"):  # what overflows is refused where it would become a figure
-        return compare(
-            run_of(curves, "reference"),
-            run_of(curves, "candidate"),
-            [metric for metric in curves if metric not in SPEED],
-        )
-
-
 def first_of(kind: Kind, metrics: Iterable[str]) -> str | None:
     """The metric that stands for a kind: a policy's loss before a critic's, then as runs record them."""
     of_kind = [metric for metric in metrics if kind_of(metric) == kind]
@@ -66,13 +55,9 @@ def first_of(kind: Kind, metrics: Iterable[str]) -> str | None:
     return next(iter(of_policy or of_kind), None)
 
 
-def figures_of(comparison: Comparison, loss_metric: str | None, reward_metric: str | None) -> Figures:
-    """The names are given, because the order of a file's fields is not a fact that a digest covers."""
-    for kind, metric in (("loss", loss_metric), ("reward", reward_metric)):
-        known = [name for name in comparison.curves if kind_of(name) == kind]
-        if metric not in known and (known or metric is not None):
-            raise DataError(f"the figure of the {kind} is of {metric!r}, the curves have {known or 'none'}")
+def _figures(comparison: Comparison) -> Figures:
     curves = comparison.curves
+    loss_metric, reward_metric = first_of("loss", curves), first_of("reward", curves)
     loss = curves[loss_metric] if loss_metric is not None else None
     reward = curves[reward_metric] if reward_metric is not None else None
     speeds = list(comparison.speed.values())
@@ -97,22 +82,6 @@ def _finite(value: float) -> float:
     return value
 
 
-def run_of(curves: Mapping[str, Curve], role: str) -> RunLog:
-    """One run's curves in a certificate, as if it had been read."""
-    metrics = {
-        metric: Series(np.array(curve.steps, np.int64), np.array(curve.of(role), np.float64))
-        for metric, curve in curves.items()
-    }
-    return RunLog(Path(role), "certificate", metrics)
-
-
-def outcome_again(certificate: Certificate) -> Outcome:
-    """From the curves of the two runs; those of other seeds are not in a certificate."""
-    rated = {m: c for m, c in certificate.curves.items() if kind_of(m)}
-    free = certificate.subject.kind == "free-running"
-    return outcome_of(comparison_of(rated), "free-running" if free else "paired")
-
-
 def certificate_of(
     verdict: Verdict,
     *,
@@ -127,10 +96,6 @@ def certificate_of(
     runs = {"reference": comparison.reference, "candidate": comparison.candidate}
     try:
         curves = _curves(verdict)
-        recomputed = comparison_of(curves)
-        figures = figures_of(
-            recomputed, first_of("loss", comparison.curves), first_of("reward", comparison.curves)
-        )
         recipe = portable_recipe(comparison.reference)
         return sealed(
             {
@@ -146,7 +111,7 @@ def certificate_of(
                 "allowed": _allowed(verdict),
                 "curves": curves,
                 "levels": tuple(level_found(level) for level in verdict.computation.levels),
-                "figures": figures,
+                "figures": _figures(comparison),
                 "outcome": outcome_found(verdict.outcome),
                 "computation": verdict.computation.verdict,
             }

@@ -1,39 +1,20 @@
-"""Whether a certificate is consistent, in itself and with the runs that it is about."""
+"""Whether a certificate is as it was made, and about the runs that lie here."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from isotrain.errors import CertificateError, DataError
-from isotrain.tools.parity.certify.certificate import (
-    Certificate,
-    LevelFound,
-    OutcomeFound,
-    digest_of,
-    read_certificate,
-)
-from isotrain.tools.parity.certify.issue import (
-    comparison_of,
-    figures_of,
-    outcome_again,
-    outcome_found,
-    portable_recipe,
-    side_of,
-)
-from isotrain.tools.parity.compare.effects import ALONE
-from isotrain.tools.parity.levels.level import Level
+from isotrain.tools.parity.certify.certificate import Certificate, read_certificate
+from isotrain.tools.parity.certify.issue import portable_recipe, side_of
 from isotrain.tools.parity.read.bounded import sha256_of
 from isotrain.tools.parity.read.runs import read_run
 from isotrain.tools.parity.run import RunLog
-from isotrain.tools.parity.verdict import judge
 
 State = Literal["right", "wrong", "not checked"]
-# Another processor may sum a correlation in another order; a changed figure is further off than this.
-_CLOSE = 1e-9
 _SHOWN = 5
 
 
@@ -47,8 +28,8 @@ class Verified:
 def verify(path: Path, runs: Mapping[str, Path] | None = None) -> list[Verified]:
     """Every check with its result; a certificate is consistent where nothing is `wrong`.
 
-    That says nothing about who made it: `signing.signature_of` does. Levels rest on traces and further runs
-    that are not in the file.
+    That says nothing about who made it: `signing.signature_of` does. Anybody can write other figures and a
+    digest that fits them, so nothing in the file is computed again.
 
     `runs` are directories by role: `reference` or `candidate`.
     """
@@ -57,7 +38,6 @@ def verify(path: Path, runs: Mapping[str, Path] | None = None) -> list[Verified]
     except DataError as error:
         return [Verified("digest", "wrong", str(error))]
     findings = [Verified("digest", "right", f"the file is as it was made ({certificate.digest[:8]})")]
-    findings += _itself(certificate)
     for role, directory in (runs or {}).items():
         findings += _run(certificate, role, directory)
     if not runs:
@@ -67,78 +47,6 @@ def verify(path: Path, runs: Mapping[str, Path] | None = None) -> list[Verified]
 
 def is_consistent(findings: Iterable[Verified]) -> bool:
     return all(finding.state != "wrong" for finding in findings)
-
-
-def _itself(certificate: Certificate) -> Iterator[Verified]:
-    """Checks of the file alone: a digest can be made anew by anybody who changes a number."""
-    fits = digest_of(certificate.recipe) == certificate.recipe_sha256
-    yield _finding("recipe", fits, "its SHA-256 fits", "recipe_sha256 is not that of the recipe")
-    try:
-        comparison = comparison_of(certificate.curves)
-        stated = certificate.figures
-        figures = figures_of(comparison, stated.loss_metric, stated.reward_metric)
-    except DataError as error:
-        yield Verified("figures", "wrong", str(error))
-        return
-    differ = [
-        f"{name} is stated as {value!r}, the curves give {getattr(figures, name)!r}"
-        for name, value in stated
-        if value != getattr(figures, name)
-    ]
-    yield _finding("figures", not differ, f"the curves give them: {stated.steps} steps", "; ".join(differ))
-    broken = list(_contradictions(certificate.levels))
-    yield _finding("levels", not broken, "each fits its checks", "; ".join(broken))
-    outcome = outcome_again(certificate)
-    yield _outcome(certificate, outcome_found(outcome))
-    levels = [Level(level.name, level.state, level.words, truth=level.truth) for level in certificate.levels]
-    computation = judge(comparison, outcome, levels).computation.verdict
-    said = f"the levels say {computation!r}"
-    fits = computation == certificate.computation
-    yield _finding("computation", fits, said, f"is {certificate.computation!r}, {said}")
-
-
-def _outcome(certificate: Certificate, again: OutcomeFound) -> Verified:
-    stated = certificate.outcome
-    if any(effect.evidence != ALONE for effect in stated.effects):
-        return _outcome_of_more_runs(stated, again)
-    # What keeps whole runs from being equivalent, such as an early end, may lie outside of the file.
-    cautious = (stated.verdict, again.verdict) == ("inconclusive", "equivalent")
-    fits = (cautious or stated.verdict == again.verdict) and len(stated.effects) == len(again.effects)
-    for a, b in zip(stated.effects, again.effects, strict=False):
-        fits &= (a.metric, a.verdict, a.margin) == (b.metric, b.verdict, b.margin)
-        fits &= _close(a.difference, b.difference) and _close(a.low, b.low) and _close(a.high, b.high)
-    words = f"the curves give {again.verdict!r}"
-    return _finding("outcome", fits, words, f"is {stated.verdict!r} there; {words}, with other figures")
-
-
-def _outcome_of_more_runs(stated: OutcomeFound, again: OutcomeFound) -> Verified:
-    """Further runs are not in the file: only what contradicts itself is found."""
-    margins = {effect.metric: effect.margin for effect in again.effects}
-    fits = margins == {effect.metric: effect.margin for effect in stated.effects if effect.metric in margins}
-    for effect in (effect for effect in stated.effects if effect.verdict == "equivalent"):
-        low, high = (-math.inf if effect.low is None else effect.low), effect.high
-        fits &= high is not None and -effect.margin <= low and high <= effect.margin
-    verdicts = {effect.verdict for effect in stated.effects}
-    fits &= stated.verdict != "equivalent" or ("equivalent" in verdicts and "different" not in verdicts)
-    words = "it was estimated from further runs, which are not in the file"
-    if fits:
-        return Verified("outcome", "not checked", words)
-    return Verified("outcome", "wrong", f"{words}; it contradicts itself, or leaves a metric out")
-
-
-def _contradictions(levels: Iterable[LevelFound]) -> Iterator[str]:
-    for level in levels:
-        failed = [check.name for check in level.checks if check.passed is False]
-        if level.state == "same" and failed:
-            yield f"{level.name} is 'same', but did not pass {', '.join(failed[:_SHOWN])}"
-        if level.state == "not run" and level.checks:
-            yield f"{level.name} was not run, but has checks"
-
-
-def _close(a: float | None, b: float | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=1e-12)
 
 
 def _run(certificate: Certificate, role: str, path: Path) -> Iterator[Verified]:
