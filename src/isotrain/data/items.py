@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.data.pictures import Picture
 from isotrain.data.store import Codec, Columns, Ragged, SampleStore
 
 
@@ -21,6 +22,8 @@ class Sample:
 
     tokens_T: npt.NDArray[np.int32]
     mask_T: npt.NDArray[np.bool_]
+    pictures: tuple[Picture, ...] = ()
+    """Pictures in the order of their places among the tokens."""
 
     def __post_init__(self) -> None:
         assert self.tokens_T.shape == self.mask_T.shape and self.tokens_T.ndim == 1

@@ -81,6 +81,8 @@ class Trajectory:
     routes_TLK: npt.NDArray[np.int16] | None = None
     """Of a mixture, if wanted: the experts that the engine sent each token to, in each layer that has some;
     -1 for a token that it never read, as the last one."""
+    pictures: tuple[str, ...] = ()
+    """Digests of the prompt's pictures; whoever needs their pixels has a store of them, by row."""
 
     @property
     def route_layers(self) -> int:

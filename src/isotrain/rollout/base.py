@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.data.pictures import Picture
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
 from isotrain.models.config import model_end_tokens
@@ -39,6 +40,8 @@ class Request:
     prompt_P: npt.NDArray[np.int32]
     max_tokens: int | None = None
     """Where it is less than that of the sampling."""
+    pictures: tuple[Picture, ...] = ()
+    """Pictures of the prompt, whose placeholder tokens it has."""
 
     def room(self, sampling: Sampling) -> int:
         """Tokens that the response may have."""
@@ -74,6 +77,7 @@ def trajectory_of(
         version_N=np.full(len(response_N), version, dtype=np.int32),
         finished=finished,
         routes_TLK=routes_TLK,
+        pictures=tuple(picture.digest for picture in request.pictures),
     )
 
 
