@@ -29,6 +29,7 @@ from isotrain.cluster.placement import Placement, Slot
 from isotrain.device.accelerator import CUDA
 from isotrain.recipe.library import find
 from isotrain.recipe.load import load_recipe
+from isotrain.tools.plan.estimate import FILE_GB_S
 from isotrain.trainers.online import worker_groups
 from isotrain.trainers.online.weight_sync import possible_routes
 
@@ -40,7 +41,7 @@ LINK_GB, MICRO_BATCH, PASSES = 50.0, 16384, 3
 """Gigabytes a second between machines for one device; tokens; weights are gathered twice, gradients once."""
 SYNC_GROWTH = 0.12
 """Of a weight sync for 16 times the receivers: checkpoint-engine from 16 to 256 devices."""
-FILE_GB = 0.86
+FILE_GB = FILE_GB_S[True]
 """Gigabytes a second of each side where weights go through files: an estimate by reading the code, for 141 GB
 over two machines. Nobody has measured it on such machines."""
 SLOW_SYNC_GB = 61.0 / 11.0

@@ -1,19 +1,29 @@
-"""One whole weight update of a vLLM engine against a plain copy of the same bytes in memory. Lower is better.
+"""One whole weight update of an engine against a plain copy of the same bytes in memory. Lower is better.
 
-The model is SmolLM2-135M in bfloat16. In each turn the weights are written to shared memory with their digest
-(`write_update`) and taken by an engine in the same process (`update_weights`: map, verify, load, repack), and
-before and after that they are copied from one buffer to another. `ratio` is the median over the turns of the
-update's time over the mean of both copies. The phases are measured one by one in turns of their own. In the
-same turns the weights go the way of an asynchronous run, with the host in the place of devices: sent through
-sockets into the engine's second buffer (`send`), and loaded from there (`load`), for which alone generation
-stops. `second_buffer` is both of them over the copy.
+The model is SmolLM2-135M in bfloat16. In each turn the weights go both ways, in alternating order, between
+copies of them from one buffer to another:
 
-All of it with one thread and then, in a process of its own, with two: a colocated engine has as many as its
-machine has cores. `ratio` is that of one thread, which is what the goal was set for. A run's
-`timing_s/update_weights` is longer: it also has the gathering of shards, the cast to the engine's type, the
-calls through Ray and the weight check.
+- `file`: written to shared memory with their digest (`write`), and taken by an engine in the same process
+  (`take`: map, verify, load, repack). It is how asynchronous runs sent weights everywhere once.
+- `second_buffer`: sent into a second buffer of the engine (`send`), which generates meanwhile in a run, and
+  loaded from there (`load`).
+
+`ratio` is the median over the turns of the time of `file` over the mean of the copies, `second_buffer` that
+of the other way, `after_over_before` its time over that of files. `stop_after_over_before` is `load` over
+`take`: what stops an asynchronous engine.
+
+By default the engine is vLLM on the host, and weights are sent through sockets. This runs with one thread and
+then, in a process of its own, with two: a colocated engine has as many as its machine has cores. `ratio` is
+that of one thread, which is what the goal was set for. A run's `timing_s/update_weights` is longer: it also
+has the gathering of shards, the cast to the engine's type, the calls through Ray and the weight check.
+
+With `--device npu` the weights are on one device of the simulated npu, and the engine, transformers, on
+another. Then `ratio` is the share of the bytes that pass through host memory by way of the second buffer, and
+each way has counts of both sides together: such bytes, kernels, waits of the host. The simulation is a host:
+its seconds compare what the host does, and nothing of a chip or a link.
 
     python benchmarks/weight_sync.py [--turns 9] [--threads 1 2]
+    PYTHONPATH=tests/device/npusim/site python benchmarks/weight_sync.py --device npu
 """
 
 from __future__ import annotations
@@ -24,13 +34,16 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import bench
 
 GOAL = 20.0
+HOST_SHARE = 0.01
 TIMEOUT = 120.0
 
 
@@ -40,85 +53,105 @@ def seconds(act: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure(turns: int) -> Iterator[dict[str, Any]]:
+def measure(turns: int, kind: str) -> Iterator[dict[str, Any]]:
     import torch
+    from dispatch_budget import counted
     from smollm2 import smollm2
     from transformers import AutoModelForCausalLM
 
+    from isotrain.rollout.hf import HfEngine
     from isotrain.rollout.vllm import VllmEngine
     from isotrain.weights.devices import BroadcastTransport
-    from isotrain.weights.digest import HOST, checksum
+    from isotrain.weights.digest import checksum
     from isotrain.weights.file import host_bytes, open_update, write_update
 
+    home, there = (
+        (torch.device(kind, 0), torch.device(kind, 1)) if kind == "npu" else [torch.device("cpu")] * 2
+    )
     model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=bench.DTYPE)
-    weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    weights = [(name, parameter.detach().to(home)) for name, parameter in model.named_parameters()]
     size = sum(tensor.nbytes for _, tensor in weights)
     source = torch.cat([tensor.reshape(-1) for _, tensor in weights])
     target = torch.empty_like(source)
-    engine = VllmEngine(
-        smollm2(), name="engine", dtype=bench.DTYPE, device_type="cpu", max_length=256, cache_bytes=1 << 28
-    )
+    engine: Any
+    if kind == "npu":
+        engine = HfEngine(smollm2(), name="engine", dtype=bench.DTYPE, device=there, update_timeout=TIMEOUT)
+    else:
+        engine = VllmEngine(
+            smollm2(), name="engine", dtype=bench.DTYPE, device_type=kind, max_length=256, cache_bytes=1 << 28
+        )
+    sender = BroadcastTransport().open("127.0.0.1", 1, TIMEOUT, home)
 
-    sender = BroadcastTransport().open("127.0.0.1", 1, TIMEOUT, HOST)
+    def by_file(version: int) -> dict[str, float]:
+        started = time.perf_counter()
+        update = write_update(weights, version)
+        written = time.perf_counter()
+        engine.update_weights(update)
+        taken = time.perf_counter()
+        with open_update(update, "engine"):
+            verified = time.perf_counter() - taken
+        return {"write": written - started, "take": taken - written, "of which verify": verified}
 
-    def buffered(version: int) -> tuple[float, float]:
-        """Seconds until the second buffer has all, and those of loading it."""
+    def by_second_buffer(version: int) -> dict[str, float]:
         started = time.perf_counter()
         announced = sender.announce(version, size, TIMEOUT)
         engine.receive(announced)
         sent = sender.send(weights, version)
         there = time.perf_counter()
         engine.update_weights(replace(announced, tensors=sent.tensors, bytes=sent.bytes, digest=sent.digest))
-        return there - started, time.perf_counter() - there
-
-    def verify() -> None:
-        with open_update(update, "engine"):
-            pass
+        return {"send": there - started, "load": time.perf_counter() - there}
 
     def digest() -> None:
         for _, tensor in weights:
             checksum(host_bytes(tensor))
 
-    ratios, copies = [], []
-    names = ("write", "of which digest", "verify", "take", "send", "load")
-    phases: dict[str, list[float]] = {name: [] for name in names}
+    ways = {"file": by_file, "second_buffer": by_second_buffer}
+    values: dict[str, list[float]] = defaultdict(list)
+    made: dict[str, dict[str, float]] = {}
     for turn in range(turns + 2):  # the first two fill both files and are left out
-        before = seconds(lambda: target.copy_(source))
-        started = time.perf_counter()
-        update = write_update(weights, turn)
-        written = time.perf_counter()
-        engine.update_weights(update)
-        ended = time.perf_counter()
-        copy = (before + seconds(lambda: target.copy_(source))) / 2
-        sending, loading = buffered(turn)
-        if turn > 1:
-            phases["send"].append(sending)
-            phases["load"].append(loading)
-            ratios.append((ended - started) / copy)
-            copies.append(copy)
-            phases["write"].append(written - started)
-            phases["take"].append(ended - written)
-            phases["verify"].append(seconds(verify))
-            phases["of which digest"].append(seconds(digest))
-        print(f"turn {turn}: copy {copy:.3f} s, update {ended - started:.3f} s", file=sys.stderr, flush=True)
-        if turn > 1:
-            total = bench.spread([a + b for a, b in zip(phases["write"], phases["take"], strict=True)])
-            yield {
-                "ratios": bench.spread(ratios),
-                "second_buffer": bench.spread(
-                    [
-                        (sent + loaded) / copied
-                        for sent, loaded, copied in zip(phases["send"], phases["load"], copies, strict=True)
-                    ]
-                ),
-                "bytes": size,
-                "tensors": len(weights),
-                "copy_s": bench.spread(copies),
-                "update_s": total,
-                "update_gb_per_s": round(size / total["median"] / 1e9, 3),
-                "copy_gb_per_s": round(size / bench.spread(copies)["median"] / 1e9, 3),
-                "phases_s": {phase: bench.spread(values) for phase, values in phases.items()},
-            }
+        copies, of_turn = [seconds(lambda: target.copy_(source))], {}
+        for way in ways if turn % 2 == 0 else reversed(ways):
+            before = counted() if kind == "npu" else {}
+            of_turn[way] = ways[way](turn)
+            if before:
+                made[way] = {name: value - before[name] for name, value in counted().items()}
+            copies.append(seconds(lambda: target.copy_(source)))
+        file, buffer, copy = of_turn["file"], of_turn["second_buffer"], mean(copies)
+        whole = {"file": file["write"] + file["take"], "second_buffer": sum(buffer.values())}
+        print(f"turn {turn}: copy {copy:.3f} s, {whole}", file=sys.stderr, flush=True)
+        if turn <= 1:
+            continue
+        figures = {
+            **{f"{way} over copy": duration / copy for way, duration in whole.items()},
+            "after over before": whole["second_buffer"] / whole["file"],
+            "stop": buffer["load"] / file["take"],
+            "copy": copy,
+            "of which digest": seconds(digest),
+            **file,
+            **buffer,
+        }
+        for name, value in figures.items():
+            values[name].append(value)
+        spread = {name: bench.spread(of_turns) for name, of_turns in values.items()}
+        yield {
+            "ratios": spread["file over copy"],
+            "second_buffer": spread["second_buffer over copy"],
+            "after_over_before": spread["after over before"],
+            "stop_after_over_before": spread["stop"],
+            "bytes": size,
+            "tensors": len(weights),
+            "copy_s": spread["copy"],
+            "copy_gb_per_s": round(size / spread["copy"]["median"] / 1e9, 3),
+            "phases_s": {phase: spread[phase] for phase in (*file, "of which digest", *buffer)},
+            **{
+                f"counted_{way}": {
+                    "host_share": counts["host_bytes"] / size,
+                    "kernels_per_gb": counts["kernels"] / size * 1e9,
+                    **counts,
+                }
+                for way, counts in made.items()
+            },
+        }
     engine.close()
 
 
@@ -140,11 +173,20 @@ def main() -> None:
     parser = bench.Options(__doc__, turns=2, threads=[1])
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--device", choices=["cpu", "npu"], default="cpu")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.read()
     if options.alone:
-        for told in measure(options.turns):
+        for told in measure(options.turns, options.device):
             print("turn " + json.dumps(told), flush=True)
+        return
+    if options.device == "npu":
+        os.environ.setdefault("NPU_SIM_DEVICES", "2")
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+        for told in measure(options.turns, options.device):
+            share = told["counted_second_buffer"]["host_share"]
+            told["file"] = told.pop("ratios")  # those of times, and not of `ratio`
+            bench.report("weight_sync", share, goal=HOST_SHARE, met=share <= HOST_SHARE, device="npu", **told)
         return
     named: dict[str, Any] = {}
     for threads in options.threads:

@@ -257,6 +257,9 @@ def test_a_rehearsal_names_the_memory_that_is_missing() -> None:
     sender = opened()
     announced = sender.announce(-1, 1 << 60, TIMEOUT)
     error = rehearse_incoming(announced, "engine 0", TIMEOUT, HOST)
-    assert "no room for a second buffer of 1.15e+09 GB" in error
+    assert (
+        "no room for a second buffer of 1.15e+09 GB beside the engine: lower rollout.memory_utilization"
+        in error
+    )
     announced = opened().announce(-1, 1 << 60, TIMEOUT)
     assert "second buffer of 2.88e+08 GB" in rehearse_incoming(announced, "engine 0", TIMEOUT, HOST, 0, 4)

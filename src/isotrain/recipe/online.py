@@ -266,6 +266,11 @@ class RolloutSection(Section):
         """Whether engines generate responses."""
         return self.replay is None
 
+    @property
+    def takes_from_devices(self) -> bool:
+        """Whether its engines can take weights from device to device; SGLang's server takes files."""
+        return self.generates and self.engine != "sglang" and self.weight_transfer == "auto"
+
     def engine_count(self, ranks: int, placement: str, free: int = 0) -> int:
         """How many engines there are; `free` devices are left by the ranks, where these are not shared."""
         if self.engines is not None:

@@ -123,7 +123,10 @@ def _check_room(size: int, device: torch.device) -> None:
     try:
         torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:
-        raise WeightUpdateError(f"no room for a second buffer of {size / 1e9:.3g} GB: {error}") from error
+        raise WeightUpdateError(
+            f"no room for a second buffer of {size / 1e9:.3g} GB beside the engine: lower "
+            f"rollout.memory_utilization or raise rollout.tensor_parallel: {error}"
+        ) from error
 
 
 def erase(tensors: Iterable[torch.Tensor]) -> None:

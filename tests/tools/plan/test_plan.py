@@ -150,6 +150,34 @@ def test_the_devices_of_an_engine_that_generates_share_a_second_buffer(
     assert engines is not None and engines.buffer_gb == 0
 
 
+@pytest.mark.parametrize(
+    ("rollout", "placement", "gb", "gb_s"),
+    [
+        ({"staleness": 1}, "separate", 64, None),
+        ({"staleness": 1}, "separate", 7, 0.86),  # no room for the second buffer
+        ({"weight_transfer": "file"}, "colocated", 64, 4.0),  # each machine writes for itself
+    ],
+)
+def test_a_weight_sync_is_as_slow_as_its_route(
+    tiny: object,
+    monkeypatch: pytest.MonkeyPatch,
+    rollout: dict[str, Any],
+    placement: str,
+    gb: float,
+    gb_s: float | None,
+) -> None:
+    """8e9 bytes; by device, each device of an engine takes half of them, at 70 % of 10 GB/s."""
+    monkeypatch.setitem(ONLINE, "rollout", ONLINE["rollout"] | rollout)
+    monkeypatch.setitem(ONLINE, "cluster", {"placement": placement})
+    seconds = planned(f"{tiny}/model", monkeypatch, "bfloat16", devices=32, gb=gb).time.seconds
+    if gb_s is None:
+        assert seconds["weight sync"] == pytest.approx(4e9 / (ROUND.between_gb_s * 1e9 * 0.7))
+        assert "weight sync through files" not in seconds
+    else:
+        assert seconds["weight sync through files"] == pytest.approx(8 / gb_s)
+        assert "weight sync" not in seconds
+
+
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_step_time_equals_a_sum_by_hand(
     tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int

@@ -32,6 +32,9 @@ MEAN_OF_LONGEST = 0.5
 """Mean length of samples and responses, of the longest that the recipe allows."""
 DECODING_STEP_SECONDS = 0.004
 """Time for one token of all running responses, beside reading memory."""
+FILE_GB_S = (4.0, 0.86)
+"""Weights through files in shared memory, written and loaded: on one machine, and to others. On paper
+(docs/rollout.md, docs/scale.md)."""
 ENGINE_RESERVE_GB = 3.0
 """Part of an engine's memory for graphs and activations."""
 
@@ -146,9 +149,7 @@ def plan_engines(
 def buffer_bytes(recipe: Recipe, parameters: int) -> int:
     """Bytes on each device of an engine, which share what they load."""
     rollout = recipe.rollout
-    if rollout is None or not rollout.staleness or rollout.engine == "sglang":
-        return 0
-    if rollout.weight_transfer != "auto":
+    if rollout is None or not rollout.staleness or not rollout.takes_from_devices:
         return 0
     return element_bytes(recipe) * parameters // rollout.tensor_parallel
 
@@ -174,13 +175,28 @@ def step_time(
     if isinstance(algorithm, OnlineSection) and engines is not None:
         result.seconds["generation"] = _generation(recipe, shape, device, engines)
         result.seconds["log-probs"] = _forward_passes(recipe, algorithm) * forward
-        sync = element_bytes(recipe) * memory.all_parameters / engines.tensor_parallel
-        slow = device.inside_gb_s if ranks <= device.per_machine else device.between_gb_s
-        result.seconds["weight sync"] = sync / (slow * 1e9 * BANDWIDTH_EFFICIENCY)
+        route, seconds = _weight_sync(recipe, memory, device, ranks, engines)
+        result.seconds[f"weight sync{route}"] = seconds
     trained_models = 2 if isinstance(algorithm, PpoSection) else 1
     # Layers are gathered while others compute: the slower of the two counts.
     result.seconds["update"] = epochs * trained_models * max(update, gathering)
     return result
+
+
+def _weight_sync(
+    recipe: Recipe, memory: TrainingMemory, device: DataSheet, ranks: int, engines: EnginePlan
+) -> tuple[str, float]:
+    """By which route, where it is not the usual one, and seconds."""
+    assert recipe.rollout is not None
+    sent = element_bytes(recipe) * memory.all_parameters
+    if recipe.rollout.takes_from_devices and engines.has_room:
+        link = device.inside_gb_s if ranks <= device.per_machine else device.between_gb_s
+        return "", sent / engines.tensor_parallel / (link * 1e9 * BANDWIDTH_EFFICIENCY)
+    # With ranks on every machine of engines, each machine writes for itself.
+    devices = ranks + engines.engines * engines.tensor_parallel
+    cluster = recipe.cluster or ClusterSection()
+    across = cluster.placement == "separate" and devices > device.per_machine
+    return " through files", sent / (FILE_GB_S[across] * 1e9)
 
 
 def _lengths(recipe: Recipe) -> list[int]:

@@ -221,11 +221,9 @@ def _members(
 
 
 def _goes_by_device(recipe: Recipe, device: Device) -> bool:
-    """Whether weights go from device to device; SGLang's server takes files."""
-    rollout = recipe.rollout
-    assert rollout is not None
-    takes = rollout.generates and rollout.engine != "sglang"
-    return takes and device.type != "cpu" and rollout.weight_transfer == "auto"
+    """Whether weights go from device to device."""
+    assert recipe.rollout is not None
+    return recipe.rollout.takes_from_devices and device.type != "cpu"
 
 
 def _raise_first_error(*starting: Future[Any]) -> None:
