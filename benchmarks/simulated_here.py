@@ -1,6 +1,6 @@
 """Figures that were measured in this project, and what the simulator gives for them.
 
-The targets are those of benchmarks/README.md and docs/gsm8k-grpo.md.
+The targets are those of benchmarks/README.md and docs/examples.md.
 """
 
 from __future__ import annotations

@@ -118,6 +118,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     name = page.file.src_uri
+    if name == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]  # a landing page; the tabs lead on
     if name.startswith("source/") and not name.endswith(".ipynb.md"):
         return markdown
     source = source_of(name, config)

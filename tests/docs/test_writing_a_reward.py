@@ -154,7 +154,7 @@ def test_code_runs_in_the_sandbox() -> None:
 
 
 def test_filters_name_columns_of_the_table() -> None:
-    view = (ROOT / "docs/view.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/evaluate.md").read_text(encoding="utf-8")
     words = [
         word
         for span in pages.code_spans(PAGE)
@@ -163,4 +163,4 @@ def test_filters_name_columns_of_the_table() -> None:
     ]
     columns = {re.split(r"[<>=]", word)[0] for word in words}
     assert columns == {"step", "reward", "length", "cut", "failed"}
-    assert all(f"`{column}`" in view for column in columns)
+    assert all(f"`{column}`" in page for column in columns)

@@ -1,4 +1,4 @@
-"""Every engine follows the same contract; docs/rollout.md has it as a table."""
+"""Every engine follows the same contract; docs/weight-sync.md has it as a table."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from isotrain.tools.imports.keys import (
 )
 from isotrain.tools.imports.trl import TRAINERS
 
-DOCS = Path(__file__).parents[3] / "docs" / "import.md"
+DOCS = Path(__file__).parents[3] / "docs" / "import-measurements.md"
 TRL = tuple(key_table("trl", "common", kind) for kind in TRAINERS)
 TABLES = (verl_ppo(), verl_sft(), openrlhf_ppo(), openrlhf_offline(), *TRL)
 

@@ -28,6 +28,6 @@ def test_the_page_says_what_the_report_says(tmp_path: Path, name: str) -> None:
     here, there = (module.write(tmp_path / f"{i}.csv", curve) for i, curve in enumerate(module.CASES[name]))
     verdict = verdict_on(here, there, free_running=True)
     assert verdict.outcome.verdict == name
-    page = (ROOT / "docs" / "parity-reports.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "parity-verdict.md").read_text(encoding="utf-8")
     said = " ".join(page.replace("> ", "").split())
     assert outcome_words(verdict).partition(". ")[2] in said
