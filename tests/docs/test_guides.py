@@ -20,6 +20,7 @@ from isotrain.errors import RecipeError
 from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe
 from isotrain.recipe.schema import Recipe
+from isotrain.tools.doctor.self_test.stages import STAGES
 
 GUIDES = ("architecture", "choosing-an-algorithm", "first-day", "memory-and-speed", "writing-a-reward")
 TEXTS = {name: (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in GUIDES}
@@ -59,6 +60,13 @@ def understand(words: list[str]) -> None:
 @pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
 def test_commands_are_understood(words: list[str]) -> None:
     understand(words)
+
+
+def test_the_first_day_says_what_to_do_about_every_stage() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|[^|]+\|[^|]+\|$", TEXTS["first-day"], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row)}
+    missing = {"two-machines"} | set(STAGES) - named
+    assert missing == {"two-machines"} and "`two-machines`" in TEXTS["first-day"]
 
 
 @pytest.mark.parametrize(
