@@ -33,6 +33,15 @@ def test_tiny_elsewhere_says_what_to_override(tmp_path: Path) -> None:
     assert f"reward.function.path='{out}/reward.py:score'" in result.output
 
 
+def test_tiny_writes_a_vision_language_model(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["tiny", "--out", str(tmp_path), "--rows", "10", "--vision"])
+    assert result.exit_code == 0, result.output
+    assert f"wrote {tmp_path}/pictures-validation.parquet (1 rows)" in result.output
+    assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "qwen2_5_vl"
+    refused = CliRunner().invoke(app, ["tiny", "--out", "x", "--vision", "--architecture", "qwen3"])
+    assert refused.exit_code == 2 and "qwen3 reads no pictures" in refused.output
+
+
 def test_gsm8k_writes_parquet_and_says_what_to_run_next(tmp_path: Path) -> None:
     for split in ("train", "test"):
         line = json.dumps({"question": "How many?", "answer": "#### 3"})

@@ -117,18 +117,35 @@ def tiny(
     seed: _Seed = 0,
     rows: Annotated[int, Option(min=10, help="Training rows.")] = 2000,
     architecture: Annotated[
-        Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"], Option(help="Kind of model.")
+        Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "qwen2_5_vl", "qwen3_vl"],
+        Option(help="Kind of model; those with vl are vision-language models."),
     ] = "llama",
+    vision: Annotated[bool, Option("--vision", help="The same as --architecture qwen2_5_vl.")] = False,
 ) -> None:
     """Write a tiny random model, its tokenizer, and two tasks to learn. Nothing is downloaded.
+
+    Vision-language models get one task instead: a picture's colour says what to write.
 
     Example:
 
         isotrain prepare tiny --out work/tiny
     """
     from isotrain.data.prepare.tiny import make_tiny
+    from isotrain.data.prepare.tiny_vision import make_tiny_vision
 
     validation = max(1, rows // 10)
+    if vision and architecture == "llama":
+        architecture = "qwen2_5_vl"
+    if architecture == "qwen2_5_vl" or architecture == "qwen3_vl":
+        make_tiny_vision(
+            out, seed=seed, train_rows=rows, validation_rows=validation, architecture=architecture
+        )
+        typer.echo(f"wrote {out / 'model'} (random weights)")
+        _tell(out, {"pictures.parquet": rows, "pictures-validation.parquet": validation})
+        typer.echo(f"wrote {out / 'reward.py'}")
+        return
+    if vision:
+        raise typer.BadParameter(f"{architecture} reads no pictures; leave --architecture or --vision out")
     make_tiny(out, seed=seed, train_rows=rows, validation_rows=validation, architecture=architecture)
     typer.echo(f"wrote {out / 'model'} (random weights)")
     counts = {"train": rows, "validation": validation, "prompts": rows, "prompts-validation": validation}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,7 +142,14 @@ def _sum(draw: random.Random) -> tuple[str, int]:
     return f"{a + b} - {a}", b
 
 
-def make_tokenizer(out: Path, *, vocab: int = 512, seed: int = 0) -> int:
+def make_tokenizer(
+    out: Path,
+    *,
+    vocab: int = 512,
+    seed: int = 0,
+    special: Sequence[str] = (PAD, START, END),
+    template: str = CHAT_TEMPLATE,
+) -> int:
     """A byte-level BPE trained on toy conversations; returns the number of its tokens."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -155,7 +162,7 @@ def make_tokenizer(out: Path, *, vocab: int = 512, seed: int = 0) -> int:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[PAD, START, END],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -163,9 +170,12 @@ def make_tokenizer(out: Path, *, vocab: int = 512, seed: int = 0) -> int:
     backend.train_from_iterator(texts, trainer)
     hf: Any = transformers  # its constructors have no types
     tokenizer = hf.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END, pad_token=PAD, additional_special_tokens=[START]
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[token for token in special if token not in (END, PAD)],
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(out)
     return len(tokenizer)
 
@@ -183,10 +193,8 @@ def make_model(
     tie_word_embeddings: bool,
 ) -> None:
     """Random weights in float32, as a Hugging Face directory."""
-    import torch
     import transformers
 
-    hf: Any = transformers  # its constructors have no types
     mixture = _EXPERTS.get(architecture, {})
     if mixture:
         # Two experts do the work of the dense layer.
@@ -194,7 +202,7 @@ def make_model(
     if architecture == "deepseek_v3":
         # Its keys are expanded to all heads; published ones are not tied, and vLLM ties none.
         kv_heads, tie_word_embeddings = heads, False
-    config = hf.AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         architecture,
         vocab_size=vocab,
         hidden_size=hidden,
@@ -213,9 +221,17 @@ def make_model(
         initializer_range=0.08,
         **mixture,
     )
+    save_random_weights(config, "AutoModelForCausalLM", out, seed)
+
+
+def save_random_weights(config: Any, auto_class: str, out: Path, seed: int) -> None:
+    import torch
+    import transformers
+
+    hf: Any = transformers  # its constructors have no types
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = getattr(hf, auto_class).from_config(config, dtype=torch.float32)
     model.generation_config = hf.GenerationConfig(pad_token_id=0, eos_token_id=2)
     shown = hf.logging.is_progress_bar_enabled()
     hf.logging.disable_progress_bar()  # one shard needs none
