@@ -181,7 +181,6 @@ def test_an_acceptance_rule_and_its_tables(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "report").glob("*.md")} == {
         "acceptance.md",
         "acceptance.zh.md",
-        "row.md",
         "summary.md",
         "summary.zh.md",
     }

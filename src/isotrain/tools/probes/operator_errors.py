@@ -64,19 +64,11 @@ class Deviation:
     eps: float
     """The rounding unit of the result's type: errors of different types are compared in it."""
     result: str
-    cosine: float
-    max_abs: float
-    max_rel: float
-    """Among elements that are not tiny beside the largest one."""
-    within_thousandth: float
-    within_five_thousandths: float
     non_finite: int
     terms: float
     """Numbers that were summed for each of the result, as far as shapes tell."""
     gain: SignedShare
     """Of the result that the error has: where all numbers are 1 % too large, 0.01."""
-    bias: SignedShare
-    """The error's mean, as a share of the oracle's root mean square."""
     blocks: int
 
     def worse(self, other: Deviation) -> Deviation:
@@ -85,15 +77,9 @@ class Deviation:
             error=most.error,
             eps=most.eps,
             result=most.result,
-            cosine=min(self.cosine, other.cosine),
-            max_abs=max(self.max_abs, other.max_abs),
-            max_rel=max(self.max_rel, other.max_rel),
-            within_thousandth=min(self.within_thousandth, other.within_thousandth),
-            within_five_thousandths=min(self.within_five_thousandths, other.within_five_thousandths),
             non_finite=self.non_finite + other.non_finite,
             terms=max(self.terms, other.terms),
             gain=max(self.gain, other.gain, key=lambda share: abs(share.value)),
-            bias=max(self.bias, other.bias, key=lambda share: abs(share.value)),
             blocks=min(self.blocks, other.blocks),
         )
 
@@ -114,25 +100,16 @@ def deviation(
     expected, actual = oracle[keep], result.double()[keep]
     difference = actual - expected
     norm, got, off = (float(x.norm()) for x in (expected, actual, difference))
-    sizes, differences = expected.abs(), difference.abs()
-    root = max(norm, least_norm) / math.sqrt(len(expected)) if len(expected) else 0.0
     squares = expected.square()
     if norm and norm < least_norm:  # what is left of larger numbers is no measure
         squares = squares * (least_norm / norm)
-    large = sizes > info.eps * sizes.max() if len(sizes) else sizes > 0
     return Deviation(
         error=off / (max(norm, least_norm) or got) if off else 0.0,
         eps=info.eps,
         result=str(result.dtype).removeprefix("torch."),
-        cosine=min(float(actual.dot(expected)) / (got * norm), 1.0) if got and norm else float(off == 0),
-        max_abs=_most(differences),
-        max_rel=_most(differences[large] / sizes[large]),
-        within_thousandth=_share(differences <= 0.001 * sizes),
-        within_five_thousandths=_share(differences <= 0.005 * sizes),
         non_finite=non_finite,
         terms=max(1.0, given / result.numel()),
         gain=signed_share(difference * expected, squares),
-        bias=signed_share(difference, torch.full_like(difference, root)),
         blocks=min(BLOCKS, len(expected)),
     )
 
@@ -146,14 +123,6 @@ def signed_share(parts: torch.Tensor, wholes: torch.Tensor) -> SignedShare:
     value = float(parts_B.sum()) / total
     rest_B = parts_B - value * wholes_B
     return SignedShare(value, math.sqrt(count / max(1, count - 1)) * float(rest_B.norm()) / total)
-
-
-def _most(values: torch.Tensor) -> float:
-    return float(values.max()) if len(values) else 0.0
-
-
-def _share(true: torch.Tensor) -> float:
-    return float(true.double().mean()) if len(true) else 0.0
 
 
 @dataclass
@@ -264,16 +233,9 @@ class FirstUpdateOperators:
 def _as_json(worst: Deviation) -> dict[str, Any]:
     return {
         "result": worst.result,
-        "cosine": worst.cosine,
-        "max_abs": worst.max_abs,
-        "max_rel": worst.max_rel,
-        "within_0.1%": worst.within_thousandth,
-        "within_0.5%": worst.within_five_thousandths,
         "error": worst.error,
         "gain": worst.gain.value,
         "gain_error": worst.gain.error,
-        "bias": worst.bias.value,
-        "bias_error": worst.bias.error,
         "blocks": worst.blocks,
         "non_finite": worst.non_finite,
         "terms": worst.terms,

@@ -122,7 +122,6 @@ def test_writes_its_files_and_no_others(tmp_path: Path) -> None:
         "plots/difference-critic-rewards-mean.png",
         "plots/difference-train-loss.png",
         "report.html",
-        "row.md",
         "summary.md",
         "summary.zh.md",
         "verdict.json",
@@ -200,7 +199,9 @@ def test_hostile_words_are_only_words(tmp_path: Path) -> None:
     a = run(HOSTILE, metrics=metrics, **around)
     b = run("b", metrics=metrics, **{**around, "environment": {"x": HOSTILE}, "data": {HOSTILE: "b"}})
     table = {"table": {"columns": [HOSTILE], "rows": [[HOSTILE]]}}
-    operators = {"operators": [{"operator": HOSTILE, "shapes": HOSTILE}], "missing": [HOSTILE]}
+    errors = {"dtype": HOSTILE, "reference": 0.0, "candidate": 1.0, "ratio": 2.0}
+    called = {"operator": HOSTILE, "shapes": HOSTILE}
+    operators = {"operators": [called | errors], "missing": [called | {"missing in": "reference"}]}
     rows = [{"step": 1, "kind": HOSTILE, "name": HOSTILE, "error": 1.0, "limit": 0.1}]
     found = judged(
         compare(a, b, [HOSTILE, "train/loss"], ["data"]),
@@ -217,9 +218,6 @@ def test_hostile_words_are_only_words(tmp_path: Path) -> None:
     text = "".join(parsed.text)
     assert text.count('<script>alert("x")</script>') > 15
     assert not any(letter in text for letter in "\x1b\u202e\udcff")
-    header, line, row, end = (tmp_path / "row.md").read_text(encoding="utf-8").split("\n")
-    cells = [len(re.findall(r"(?<!\\)\|", one)) for one in (header, line, row)]
-    assert cells == [12, 12, 12] and end == "" and "<" not in row
     assert json.loads((tmp_path / "verdict.json").read_text())["computation"]["levels"][1]["causes"] == [
         HOSTILE
     ]
@@ -239,24 +237,16 @@ def test_long_words_and_tables_are_bounded() -> None:
 
 
 def test_levels_and_their_evidence(tmp_path: Path) -> None:
-    figures = {
-        "cosine": 1.0,
-        "max_abs": 2e-7,
-        "max_rel": 1e-6,
-        "within_0.1%": 1.0,
-        "within_0.5%": 1.0,
-        "error": 1e-7,
-    }
     operators = [
         {
             "operator": name,
             "shapes": "[2] [2]",
             "dtype": "float32",
-            "reference": figures,
-            "candidate": figures,
+            "reference": 1e-7,
+            "candidate": 2e-7,
             "ratio": r,
         }
-        for name, r in (("aten.add", 1.0), ("aten.mm", 7.25), ("aten.exp", None))
+        for name, r in (("aten.add", 1.0), ("aten.mm", 7.25), ("aten.exp", 0.5))
     ]
     one_sided = {"operator": "aten.topk", "shapes": "[3]", "missing in": "reference"}
     found = verdict(
@@ -289,20 +279,6 @@ def test_levels_and_their_evidence(tmp_path: Path) -> None:
     assert "<td>loss</td><td>0.5</td><td>0.25</td>" in html
     assert (tmp_path / "plots" / "layers-gradient.png").is_file()
     assert "Gradients: layers.4 is past its limit" in html
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"layers": 3, "operators": "x", "missing": 1, "envelope": [], "table": []},
-        {"layers": [1, {"step": "a"}, {"step": 1, "name": "n"}], "first": 4, "operators": [{}, None]},
-        {"envelope": {"train/loss": {"steps": [1, 2], "low": [0.0], "high": ["x"]}}, "first": {}},
-        {"table": {"columns": ["a"], "rows": [3, [None, True, {"b": 1}]]}},
-        {"layers": [{"step": 1, "kind": "update", "name": "n", "error": "nan", "limit": 0.0}]},
-    ],
-)
-def test_evidence_in_other_forms_breaks_nothing(tmp_path: Path, bad: dict[str, Any]) -> None:
-    Page(report(verdict(*(Level(name, "same", "fine", evidence=bad) for name in LEVELS)), tmp_path))
 
 
 def test_an_error_that_is_no_number_is_past_every_limit() -> None:
@@ -353,22 +329,6 @@ def test_verdict_json_is_strict_and_whole(tmp_path: Path) -> None:
     assert level["checks"][0]["value"] == "inf" and level["evidence"] == {"n": [0, 1]}
     assert told["comparison"] == json.loads(json.dumps(found.comparison.as_json()))
     assert (told["computation"]["verdict"], told["words"]) == ("different", found.words)
-
-
-def test_writes_a_row_for_a_matrix(tmp_path: Path) -> None:
-    facts: dict[str, Any] = {
-        "recipe": {"algorithm": {"name": "dpo"}, "model": {"path": "/home/me/models/Small-1B"}}
-    }
-    a = run(environment={"device": {"type": "cpu", "name": "Machine A", "ranks": 8}}, **facts)
-    b = run("b", shift=1e-3, environment={"device": {"type": "cpu", "ranks": 1}}, **facts)
-    report(judged(compare(a, b), Level("P2", "same", "agree"), Level("P3", "same", "inside")), tmp_path)
-    header, _, row = (tmp_path / "row.md").read_text(encoding="utf-8").splitlines()
-    cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
-    date = json.loads((tmp_path / "verdict.json").read_text())["date"]
-    assert list(cells.values()) == [
-        "| dpo", "Small-1B", "Machine A × 8", "cpu", "equivalent", "same", "P2, P3", "0.297", "0.0742", "1",
-        f"{date} |",
-    ]  # fmt: skip
 
 
 def test_power_is_told_or_said_to_be_unknown() -> None:

@@ -34,7 +34,6 @@ _GAIN_OF_A_TERM = {"float64": 2.0**-52 / 8, "float32": 2.0**-23 / 8, "float16": 
 
 _SIZES = re.compile(r"\d{1,15}")
 _MAX_BYTES, _MAX_OPERATORS = 64 << 20, 100_000
-_NO_STATISTICS = {"name", "shapes", "dtypes", "result", "terms", "non_finite", "blocks"}
 _SHOWN = 500
 _ALIKE = 4.0
 """An operator that is off in both runs is different where one is so many times further off."""
@@ -58,26 +57,13 @@ class Operator(BaseModel):
     result: Literal["float64", "float32", "float16", "bfloat16"]
     """Type of the result that was furthest off."""
     error: Size
-    cosine: Signed
-    max_abs: Size
-    max_rel: Size
-    within_thousandth: Size = Field(alias="within_0.1%")
-    within_two_hundredth: Size = Field(alias="within_0.5%")
-    calls: Size
     terms: Size
     """How many numbers were summed for each number of the result, as far as shapes tell."""
     non_finite: Annotated[int, Field(ge=0)]
     gain: Signed = 0.0
     """By which share all of the result is too large, with its standard error over `blocks` parts."""
     gain_error: Size = 0.0
-    bias: Signed = 0.0
-    """The error's mean over the result's root mean square."""
-    bias_error: Size = 0.0
     blocks: Annotated[int, Field(ge=0)] = 0
-
-    @property
-    def statistics(self) -> dict[str, float]:
-        return self.model_dump(by_alias=True, exclude=_NO_STATISTICS)
 
     @property
     def key(self) -> Key:
@@ -276,21 +262,14 @@ def _shown(pair: Pair) -> dict[str, Any]:
         "operator": operator.name,
         "shapes": operator.shapes,
         "dtype": operator.result,
-        "reference": pair.reference.statistics,
-        "candidate": operator.statistics,
+        "reference": pair.reference.error,
+        "candidate": operator.error,
         "ratio": _finite(pair.ratio),
     }
 
 
 def _missing(operator: Operator, where: str) -> dict[str, Any]:
-    return {
-        "operator": operator.name,
-        "shapes": operator.shapes,
-        "dtype": operator.result,
-        "missing in": where,
-        "error": operator.error,
-        "units": _finite(operator.units),
-    }
+    return {"operator": operator.name, "shapes": operator.shapes, "missing in": where}
 
 
 class _Record(BaseModel):

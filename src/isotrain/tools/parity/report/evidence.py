@@ -1,20 +1,14 @@
-"""Evidence that the levels leave for the report, read without trust: what has another form is left out."""
+"""Evidence of the levels, as the report shows it."""
 
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from dataclasses import dataclass
+from typing import Any
 
 from isotrain.language import tr
 from isotrain.tools.parity.levels.level import Level
 from isotrain.tools.parity.run import ROLES
-
-OPERATOR_FIGURES = ("error", "cosine", "max_abs", "max_rel", "within_0.1%", "within_0.5%")
-Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -36,18 +30,6 @@ class LayerErrors:
 
 
 @dataclass(frozen=True)
-class OperatorRow:
-    """One operator of level P0, each side against the exact result."""
-
-    operator: str
-    shapes: str = ""
-    dtype: str = ""
-    reference: dict[str, float | None] = field(default_factory=dict)
-    candidate: dict[str, float | None] = field(default_factory=dict)
-    ratio: float | None = None
-
-
-@dataclass(frozen=True)
 class Envelope:
     """Effect of harmless rounding on a metric in level P3, as differences from the reference."""
 
@@ -57,27 +39,22 @@ class Envelope:
     members: int
 
 
-@dataclass(frozen=True)
-class Table:
-    columns: list[str]
-    rows: list[list[Any]]
-
-
 def layers(level: Level) -> list[LayerErrors]:
     """In order of execution."""
-    return _each(LayerErrors, level.evidence.get("layers"))
+    rows = level.evidence.get("layers", ())
+    return [LayerErrors(row["step"], row["kind"], row["name"], row["error"], row["limit"]) for row in rows]
 
 
 def first_layer(level: Level) -> LayerErrors | None:
     """The first that differs, if it is among the layers."""
-    first = level.evidence.get("first")
-    key = [first.get(name) for name in ("step", "kind", "name")] if isinstance(first, dict) else []
+    first = level.evidence.get("first") or {}
+    key = [first.get(name) for name in ("step", "kind", "name")]
     return next((layer for layer in layers(level) if [layer.step, layer.kind, layer.name] == key), None)
 
 
-def operators(level: Level) -> list[OperatorRow]:
+def operators(level: Level) -> list[dict[str, Any]]:
     """Those that the candidate rounds worst, beside the reference, first."""
-    return sorted(_each(OperatorRow, level.evidence.get("operators")), key=lambda row: -_badness(row.ratio))
+    return sorted(level.evidence.get("operators", ()), key=lambda row: -row["ratio"])
 
 
 def one_sided_operators(level: Level) -> list[str]:
@@ -85,44 +62,20 @@ def one_sided_operators(level: Level) -> list[str]:
     return [
         tr(
             "{operator} {shapes} (not in the {side})",
-            operator=row.get("operator", "?"),
-            shapes=row.get("shapes", ""),
-            side=ROLES.get(str(row.get("missing in"))) or row.get("missing in", "other"),
+            operator=row["operator"],
+            shapes=row["shapes"],
+            side=ROLES[row["missing in"]],
         )
-        for row in _each(dict[str, Any], level.evidence.get("missing"))
+        for row in level.evidence.get("missing", ())
     ]
 
 
 def without_oracle(level: Level) -> list[str]:
     """Operators that have no float64 to be compared with."""
-    sides = _each(dict[str, list[str]], [level.evidence.get("no_oracle")])
-    return list(dict.fromkeys(name for side in sides for names in side.values() for name in names))
+    sides = level.evidence.get("no_oracle", {})
+    return list(dict.fromkeys(name for names in sides.values() for name in names))
 
 
 def envelope(level: Level, metric: str) -> Envelope | None:
-    metrics = level.evidence.get("envelope")
-    envelopes = _each(Envelope, [metrics.get(metric)] if isinstance(metrics, dict) else [])
-    return next(
-        (
-            envelope
-            for envelope in envelopes
-            if len(envelope.steps) == len(envelope.low) == len(envelope.high) > 0
-        ),
-        None,
-    )
-
-
-def table(level: Level) -> Table | None:
-    return next(iter(_each(Table, [level.evidence.get("table")])), None)
-
-
-def _each(kind: type[Kind], rows: object) -> list[Kind]:
-    adapter, readable = TypeAdapter(kind), list[Kind]()
-    for row in rows if isinstance(rows, list | tuple) else ():
-        with suppress(ValidationError):
-            readable.append(adapter.validate_python(row))
-    return readable
-
-
-def _badness(ratio: float | None) -> float:
-    return -math.inf if ratio is None else math.inf if math.isnan(ratio) else ratio
+    drawn = level.evidence.get("envelope", {}).get(metric)
+    return None if drawn is None else Envelope(**drawn)

@@ -1,4 +1,4 @@
-"""The few figures by which a verdict is told in one line, and that line in Markdown."""
+"""The few figures by which a verdict is told in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import PurePath
 from typing import Any
 
 from isotrain.tools.parity.compare.published import Kind, kind_of
-from isotrain.tools.parity.report.text import number
 from isotrain.tools.parity.run import RunLog, section
 from isotrain.tools.parity.verdict import Verdict
 
@@ -29,7 +28,6 @@ class Facts:
     reward: str | None
     throughput: float | None
     """The candidate's, as a multiple of the reference's."""
-    levels_run: tuple[str, ...]
 
 
 def facts(verdict: Verdict) -> Facts:
@@ -46,7 +44,6 @@ def facts(verdict: Verdict) -> Facts:
         reward=_metric(verdict, "reward"),
         # The last is that without the warm-up, where the runs were long enough.
         throughput=speed[-1].ratio if speed else None,
-        levels_run=tuple(level.name for level in verdict.computation.levels if level.state != "not run"),
     )
 
 
@@ -72,30 +69,6 @@ def _metric(verdict: Verdict, kind: Kind) -> str | None:
     comparison = verdict.comparison
     names = [name for name in comparison.curves if kind_of(name) == kind]
     return next((name for name in names if not name.startswith("val")), names[0] if names else None)
-
-
-def markdown_row(verdict: Verdict, date: str) -> str:
-    """The header, its line and the row; a matrix takes the last line alone."""
-    told_facts, curves = facts(verdict), verdict.comparison.curves
-
-    def hundredths(metric: str | None) -> str:
-        return "-" if metric is None else number(100 * curves[metric].mean_absolute)
-
-    cells = {
-        "algorithm": told_facts.algorithm,
-        "model": told_facts.model,
-        "reference device": told_facts.reference_device,
-        "candidate device": told_facts.candidate_device,
-        "outcome": verdict.outcome.verdict,
-        "computation": verdict.computation.verdict,
-        "levels run": ", ".join(told_facts.levels_run) or "none",
-        "mean loss error, in hundredths": hundredths(told_facts.loss),
-        "mean reward error, in hundredths": hundredths(told_facts.reward),
-        "throughput ratio": number(told_facts.throughput),
-        "date": date,
-    }
-    header, row = " | ".join(cells), " | ".join(map(safe_cell, cells.values()))
-    return f"| {header} |\n|{'---|' * len(cells)}\n| {row} |\n"
 
 
 def safe_cell(text: str, longest: int = _LONGEST_CELL) -> str:

@@ -79,17 +79,17 @@ def _operators(level: Level) -> list[Markup]:
     operators = evidence.operators(level)
     parts: list[Markup] = []
     if operators:
-        columns = [tr("operator"), tr("shapes"), tr("type"), tr("candidate's error / reference's")]
-        sides = [
-            listed((ROLES[side], figure.replace("_", " ")), ": ")
-            for figure in evidence.OPERATOR_FIGURES
-            for side in ("reference", "candidate")
-        ]
+        error = [listed((ROLES[side], tr("error|number")), ": ") for side in ("reference", "candidate")]
+        columns = [tr("operator"), tr("shapes"), tr("type"), tr("candidate's error / reference's"), *error]
         rows = [
-            [row.operator, row.shapes, row.dtype, number(row.ratio), *_both_sides(row)] for row in operators
+            [
+                *(row[name] for name in ("operator", "shapes", "dtype")),
+                *(number(row[name]) for name in ("ratio", "reference", "candidate")),
+            ]
+            for row in operators
         ]
         count = tr("{count:,} operators, the worst first", count=len(rows))
-        parts.append(_folded(count, columns + sides, rows))
+        parts.append(_folded(count, columns, rows))
     for title, names in (
         (tr("Called by one of the runs only"), evidence.one_sided_operators(level)),
         (tr("Without a float64 to be compared with"), evidence.without_oracle(level)),
@@ -98,11 +98,6 @@ def _operators(level: Level) -> list[Markup]:
             parts.append(element("p", listed((title, f"{len(names):,}"), ": ")))
             parts.append(bullets(names, _OPEN_ROWS))
     return parts
-
-
-def _both_sides(row: evidence.OperatorRow) -> list[str]:
-    sides = (row.reference, row.candidate)
-    return [number(values.get(figure)) for figure in evidence.OPERATOR_FIGURES for values in sides]
 
 
 def _layers(level: Level) -> list[Markup]:
@@ -141,11 +136,11 @@ def _layers(level: Level) -> list[Markup]:
 
 
 def _table(level: Level) -> list[Markup]:
-    table = evidence.table(level)
+    table = level.evidence.get("table")
     if table is None:
         return []
-    rows = [[_cell(cell) for cell in row] for row in table.rows]
-    return [_folded(tr("{count:,} rows", count=len(rows)), table.columns, rows)]
+    rows = [[_cell(cell) for cell in row] for row in table["rows"]]
+    return [_folded(tr("{count:,} rows", count=len(rows)), table["columns"], rows)]
 
 
 def _cell(value: object) -> str:

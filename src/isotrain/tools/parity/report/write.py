@@ -1,4 +1,4 @@
-"""A verdict's directory: verdict.json, report.html, the plots, a row for a matrix, summaries in Markdown."""
+"""A verdict's directory: verdict.json, report.html, the plots, summaries in Markdown."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from isotrain import __version__
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import write_atomically
 from isotrain.tools.parity.compare.power import Power, evidence_of
-from isotrain.tools.parity.report.facts import markdown_row
 from isotrain.tools.parity.report.page import page
 from isotrain.tools.parity.report.summary import SUMMARIES, summary
 from isotrain.tools.parity.report.text import plain
 from isotrain.tools.parity.verdict import Verdict
 
-VERDICT, PAGE, ROW, PLOTS = "verdict.json", "report.html", "row.md", "plots"
+VERDICT, PAGE, PLOTS = "verdict.json", "report.html", "plots"
 # What the names of our pictures begin with: an earlier report's are ours to remove, others are not.
 _OURS = ("curve-", "difference-", "layers-")
 
@@ -39,14 +38,13 @@ def write_report(verdict: Verdict, directory: Path, *, power: Power | None) -> N
         as_text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
         pictures = draw(verdict)
         more = max(0, len(metrics_shown(verdict)) - MOST_METRICS)
-        html, row = page(verdict, pictures, more, power, date), markdown_row(verdict, date)
+        html = page(verdict, pictures, more, power, date)
         summaries = {file: summary(verdict, language) for language, file in SUMMARIES.items()}
         plots = directory / PLOTS
         plots.mkdir(parents=True, exist_ok=True)
         # A kill from here on leaves no page of another verdict, in a directory that is taken again.
         for old in (
             directory / PAGE,
-            directory / ROW,
             *(directory / file for file in summaries),
             *plots.glob("*.png"),
         ):
@@ -55,7 +53,6 @@ def write_report(verdict: Verdict, directory: Path, *, power: Power | None) -> N
         write_atomically(directory / VERDICT, as_text)
         for picture in pictures:
             write_atomically(plots / picture.file, picture.png)
-        write_atomically(directory / ROW, row)
         for file, text in summaries.items():
             write_atomically(directory / file, text)
         write_atomically(directory / PAGE, html)
