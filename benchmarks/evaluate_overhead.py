@@ -65,7 +65,7 @@ def engine_of(recipe: Any, longest: int) -> Any:
 
 
 def evaluated(recipe: Any, engine: Any, questions: list[Any], rows: int, directory: Path) -> Answer:
-    from isotrain.models.load import load_tokenizer
+    from isotrain.models.files import load_tokenizer
     from isotrain.rewards.build import build_scorer
     from isotrain.tools.evaluate.evaluate import Scoring, generate_and_score
     from isotrain.tools.evaluate.log import ItemLog
@@ -92,7 +92,7 @@ def bare(recipe: Any, engine: Any, questions: list[Any], rows: int) -> Answer:
 
     from isotrain.data.formats import value_at
     from isotrain.data.trajectory import sample_seed
-    from isotrain.models.load import load_tokenizer
+    from isotrain.models.files import load_tokenizer
     from isotrain.rewards.mathematics import gsm8k_score
     from isotrain.rollout.base import stop_tokens
 

@@ -15,7 +15,7 @@ import torch
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.world import open_store
-from isotrain.models.load import load_tokenizer
+from isotrain.models.files import load_tokenizer
 from isotrain.models.weights import shard_of
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe

@@ -105,7 +105,7 @@ def packing_waste(algorithm: str, turns: int, steps: int) -> float:
     from isotrain.data.preference import PreferenceEncoder
     from isotrain.data.rows import read_rows
     from isotrain.data.tokenise import build_store
-    from isotrain.models.load import load_tokenizer
+    from isotrain.models.files import load_tokenizer
 
     kind = "responses" if algorithm == "kto" else "pairs"
     with tempfile.TemporaryDirectory() as directory:

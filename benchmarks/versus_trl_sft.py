@@ -38,7 +38,7 @@ def trl(rows: Path, steps: int, packing: bool, directory: Path) -> None:
 
     from isotrain.data.encode import Encoder
     from isotrain.data.tokenise import cached_store
-    from isotrain.models.load import load_tokenizer
+    from isotrain.models.files import load_tokenizer
 
     encoder = Encoder(load_tokenizer(smollm2()), "auto", "question", "answer", MAX_LENGTH, "error")
     store = cached_store(str(rows), encoder, directory / "tokens")

@@ -19,7 +19,7 @@ from isotrain import hub
 from isotrain.data.prepare.gsm8k import read_split, write_rows
 from isotrain.data.rows import read_rows, source_digest
 from isotrain.errors import DataError, ModelError, RecipeError
-from isotrain.models.load import hub_commit, model_directory
+from isotrain.models.files import hub_commit, model_directory
 from isotrain.recipe.load import load_recipe
 from isotrain.trainers.start import check_same_data, hub_commits, model_digest, write_start
 

@@ -26,7 +26,7 @@ from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.export import export_run
 from isotrain.errors import CheckpointError, RecipeError
-from isotrain.models.load import load_tokenizer
+from isotrain.models.files import load_tokenizer
 from isotrain.observe.metrics import read_metrics
 from isotrain.rollout.base import stop_tokens
 from isotrain.trainers.launch import launch

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from isotrain.models.load import load_tokenizer
+from isotrain.models.files import load_tokenizer
 
 CHATML = (
     "{% if tools %}{{ '<|im_start|>system\\nTools: ' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"

@@ -26,7 +26,7 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.engine import Loss
 from isotrain.engine.world import join_world
-from isotrain.models.load import load_tokenizer
+from isotrain.models.files import load_tokenizer
 from isotrain.models.packed import TokenHead
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 from isotrain.trainers.launch import launch

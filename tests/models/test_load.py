@@ -20,7 +20,8 @@ from isotrain.engine.build import build_engine
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
-from isotrain.models.load import build_causal_lm, load_tokenizer, materialise, model_directory, move_buffers
+from isotrain.models.files import load_tokenizer, model_directory
+from isotrain.models.load import build_causal_lm, materialise, move_buffers
 from isotrain.models.packed import Backbone
 from isotrain.models.weights import WeightFiles, load_weights, shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isotrain.errors import ModelError, RecipeError
-from isotrain.models.load import hub_commit, model_directory
+from isotrain.models.files import hub_commit, model_directory
 from isotrain.recipe.load import load_recipe
 from isotrain.trainers.start import check_same_data, hub_commits, write_start
 

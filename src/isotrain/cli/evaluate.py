@@ -281,7 +281,7 @@ def chat(
     import tempfile
 
     from isotrain.engine.export import export_run
-    from isotrain.models.load import model_directory
+    from isotrain.models.files import model_directory
     from isotrain.observe.run_directory import RunDirectory
     from isotrain.recipe.load import load_resolved
     from isotrain.rollout.base import Sampling

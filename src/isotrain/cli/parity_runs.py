@@ -196,7 +196,8 @@ def _force_routes(run: Path, step: int, out: Path) -> None:
 
 
 def _memory_plan(recipe: Recipe) -> str:
-    from isotrain.models.load import build_causal_lm, model_directory
+    from isotrain.models.files import model_directory
+    from isotrain.models.load import build_causal_lm
     from isotrain.tools.probes.truth import memory_of
 
     tokens = recipe.data.tokens_per_micro_batch or recipe.data.max_length

@@ -43,6 +43,7 @@ from isotrain.models.config import (
 from isotrain.models.context import CONTEXT, head_ranks
 from isotrain.models.conversion import stored_buffers
 from isotrain.models.experts import RouterBalance, provide_experts, use_grouped, uses_grouped
+from isotrain.models.files import model_directory
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
 from isotrain.models.layers import checkpoint_layers, compile_layers
 from isotrain.models.load import (
@@ -51,7 +52,6 @@ from isotrain.models.load import (
     build_token_classifier,
     layers_of,
     materialise,
-    model_directory,
     move_buffers,
     read_config,
 )

@@ -28,7 +28,8 @@ from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.errors import CheckpointError, RecipeError
 from isotrain.models.config import model_end_tokens, number_of_experts, text_config
 from isotrain.models.conversion import Publisher, stored_buffers
-from isotrain.models.load import load_tokenizer, model_directory, read_config
+from isotrain.models.files import load_tokenizer, model_directory
+from isotrain.models.load import read_config
 from isotrain.models.lora import ADAPTER, ALL, adapted_layers
 from isotrain.models.packed import Backbone
 from isotrain.models.weights import INDEX, SINGLE, BaseWeights

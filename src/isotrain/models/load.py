@@ -20,9 +20,6 @@ from transformers import (
 from isotrain.errors import ModelError
 from isotrain.models.attention import FLASH, FUSED, FUSED_PADDED, NO_FLASH, SEGMENTS
 from isotrain.models.config import attention_cap, layer_kinds, number_of_experts, text_config
-from isotrain.models.files import hub_commit as hub_commit
-from isotrain.models.files import load_tokenizer as load_tokenizer
-from isotrain.models.files import model_directory as model_directory
 from isotrain.models.logits import check_body
 from isotrain.models.mixers import KIND, mixers_of
 from isotrain.models.packed import is_padded

@@ -100,7 +100,7 @@ def check_tokens(sequences: Sequence[npt.NDArray[np.int32]], vocabulary: int, en
 def stop_tokens(directory: Path) -> tuple[int, ...]:
     """Tokens at which every engine stops; the one that came is part of the response."""
     from isotrain.data.chat import end_tokens  # with transformers, unlike dry runs
-    from isotrain.models.load import load_tokenizer
+    from isotrain.models.files import load_tokenizer
 
     model_ends = model_end_tokens(directory)
     if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):

@@ -12,7 +12,8 @@ from isotrain.data.trajectory import sample_seed
 from isotrain.device.base import Device
 from isotrain.errors import RolloutError
 from isotrain.models.config import Positions, positions, text_config
-from isotrain.models.load import model_directory, read_config
+from isotrain.models.files import model_directory
+from isotrain.models.load import read_config
 from isotrain.recipe.online import RolloutSection
 from isotrain.recipe.schema import ModelSection
 from isotrain.rollout.base import RolloutEngine

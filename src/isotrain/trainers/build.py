@@ -37,7 +37,7 @@ from isotrain.engine.optimizer import make_schedule
 from isotrain.engine.scores import StepScores, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
 from isotrain.errors import RecipeError
-from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.models.files import load_tokenizer, model_directory
 from isotrain.models.packed import shares_prompts
 from isotrain.observe.console import Console
 from isotrain.observe.run_directory import RunDirectory

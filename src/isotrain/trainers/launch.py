@@ -18,7 +18,7 @@ from isotrain.device.detect import choose_device
 from isotrain.device.determinism import make_deterministic, profile
 from isotrain.engine.world import STORE_VARIABLE, join_world
 from isotrain.errors import DeviceError, IsotrainError, LaunchError, RankLost, may_pass
-from isotrain.models.load import model_directory
+from isotrain.models.files import model_directory
 from isotrain.observe.console import Console
 from isotrain.observe.journal import Journal
 from isotrain.observe.loggers import check_loggers

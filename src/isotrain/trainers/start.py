@@ -20,7 +20,7 @@ from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError, ModelError, RecipeError
 from isotrain.files import open_own
-from isotrain.models.load import hub_commit
+from isotrain.models.files import hub_commit
 from isotrain.models.packed import Backbone
 from isotrain.observe.console import Console, open_console
 from isotrain.observe.environment import describe_environment

@@ -18,7 +18,8 @@ from isotrain.data.trajectory import sample_seed
 from isotrain.device.detect import choose_device
 from isotrain.errors import RolloutError
 from isotrain.models.config import positions
-from isotrain.models.load import load_tokenizer, read_config
+from isotrain.models.files import load_tokenizer
+from isotrain.models.load import read_config
 from isotrain.rollout.base import Request, Sampling
 from isotrain.rollout.hf import HfEngine
 

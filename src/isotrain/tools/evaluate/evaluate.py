@@ -27,7 +27,8 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.export import export_run
 from isotrain.errors import DataError, RewardError
 from isotrain.models.config import positions
-from isotrain.models.load import load_tokenizer, model_directory, read_config
+from isotrain.models.files import load_tokenizer, model_directory
+from isotrain.models.load import read_config
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
 from isotrain.rewards.base import RewardInput, Scored, Scorer

@@ -10,7 +10,7 @@ from typing import Any
 
 from isotrain.engine.checkpoint.layout import MARKER, newest_complete, step_directory, steps_in
 from isotrain.errors import DataError, RecipeError
-from isotrain.models.load import hub_commit, model_directory
+from isotrain.models.files import hub_commit, model_directory
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import check_values, load_resolved, resolved
 from isotrain.recipe.schema import Recipe

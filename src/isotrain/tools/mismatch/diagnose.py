@@ -18,7 +18,8 @@ from isotrain.engine.export import export_run
 from isotrain.errors import DataError, IsotrainError, ModelError, RolloutError
 from isotrain.language import tr
 from isotrain.models.config import positions, vocabulary_size
-from isotrain.models.load import load_tokenizer, model_directory, read_config
+from isotrain.models.files import load_tokenizer, model_directory
+from isotrain.models.load import read_config
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
 from isotrain.recipe.online import RolloutSection

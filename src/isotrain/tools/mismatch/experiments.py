@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from isotrain.children import die_with_parent
 from isotrain.errors import ModelError
 from isotrain.models.config import chosen_experts, model_end_tokens
-from isotrain.models.load import load_tokenizer
+from isotrain.models.files import load_tokenizer
 from isotrain.tools.mismatch.attribution import Array, Removed, needed
 from isotrain.tools.mismatch.causes import ORDER, ROUNDING
 from isotrain.tools.mismatch.job import COMPARED, INSIDE, SEQUENCES, TENSORS, Job, pass_file, read

@@ -101,7 +101,7 @@ def run_fake_step(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -
 def with_layers(recipe: Recipe, layers: int, directory: Path) -> Recipe:
     """The recipe with a model of fewer layers, of which only the configuration exists."""
     from isotrain.models.config import text_part
-    from isotrain.models.load import model_directory
+    from isotrain.models.files import model_directory
 
     source = model_directory(recipe.model.path)
     for file in source.iterdir():

@@ -14,7 +14,8 @@ from isotrain.data.loader import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.engine.optimizer import Schedule, make_schedule
 from isotrain.models.config import vocabulary_size
-from isotrain.models.load import model_directory, read_config
+from isotrain.models.files import model_directory
+from isotrain.models.load import read_config
 from isotrain.recipe.online import ClusterSection, OnlineSection, PpoSection
 from isotrain.recipe.policy_loss import KlSection
 from isotrain.recipe.schema import Recipe

@@ -31,7 +31,7 @@ from isotrain.engine.engine import InferenceModel, TrainingEngine
 from isotrain.engine.scores import StepScores, of_classes, of_tokens
 from isotrain.engine.world import World, join_world
 from isotrain.models.config import model_end_tokens
-from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.models.files import load_tokenizer, model_directory
 from isotrain.models.packed import ScalarModel
 from isotrain.models.routes import RouteReplay
 from isotrain.plugins import Plugin, find_plugin

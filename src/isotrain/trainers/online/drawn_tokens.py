@@ -68,7 +68,7 @@ def read_recorded_step(run: Path, step: int = 1, model: Path | None = None) -> R
 
 
 def _initial_model(run: Path, path: str, perturbation: int) -> Path:
-    from isotrain.models.load import model_directory
+    from isotrain.models.files import model_directory
     from isotrain.trainers.start import model_digest
 
     if perturbation:

@@ -24,7 +24,8 @@ from isotrain.environments.template import TurnTemplate
 from isotrain.environments.tool_calls import HERMES, Parser, hermes, parser_name, vllm_parser
 from isotrain.errors import RolloutError
 from isotrain.models.config import vocabulary_size
-from isotrain.models.load import load_tokenizer, model_directory, read_config
+from isotrain.models.files import load_tokenizer, model_directory
+from isotrain.models.load import read_config
 from isotrain.recipe.environment import AgentSection, EnvironmentSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, Sampling

@@ -82,7 +82,7 @@ def response_ends(recipe: Recipe) -> str:
     """The tokens at which engines end a response, for users."""
     from isotrain.data.chat import end_tokens
     from isotrain.models.config import model_end_tokens
-    from isotrain.models.load import load_tokenizer, model_directory
+    from isotrain.models.files import load_tokenizer, model_directory
 
     directory = model_directory(recipe.model.path)
     tokenizer = load_tokenizer(directory)
@@ -97,7 +97,7 @@ def _check_ends(recipe: Recipe) -> list[str]:
     """Where the engines would not stop, responses run on to `rollout.max_tokens` and tools are not called."""
     from isotrain.data.chat import end_of_turn, end_tokens
     from isotrain.models.config import model_end_tokens
-    from isotrain.models.load import load_tokenizer, model_directory
+    from isotrain.models.files import load_tokenizer, model_directory
 
     directory = model_directory(recipe.model.path)
     tokenizer = load_tokenizer(directory)
@@ -128,7 +128,8 @@ _WIDER_IN_VLLM = {"cohere2", "cohere2_moe"}
 
 def _check_window(recipe: Recipe, rollout: RolloutSection) -> list[str]:
     from isotrain.models.config import text_config
-    from isotrain.models.load import model_directory, read_config
+    from isotrain.models.files import model_directory
+    from isotrain.models.load import read_config
 
     text = text_config(read_config(model_directory(recipe.model.path)))
     window, longest = getattr(text, "sliding_window", None), recipe.data.max_length + rollout.max_tokens
@@ -182,7 +183,7 @@ def _warnings(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
 
 def _check_models(recipe: Recipe, algorithm: OnlineSection, reward: RewardSection) -> list[str]:
     """Models that read the policy's tokens must be there, with its tokenizer."""
-    from isotrain.models.load import model_directory  # torch comes in only here
+    from isotrain.models.files import model_directory
 
     readers = {
         "algorithm.distillation.path": algorithm.distillation.path,
@@ -200,7 +201,8 @@ def _check_models(recipe: Recipe, algorithm: OnlineSection, reward: RewardSectio
 def _check_vocabulary(policy: Path, path: str, field: str) -> list[str]:
     """Raise where the model at `path`, named by `field`, has another tokenizer; returns warnings."""
     from isotrain.models.config import vocabulary_size
-    from isotrain.models.load import load_tokenizer, model_directory, read_config
+    from isotrain.models.files import load_tokenizer, model_directory
+    from isotrain.models.load import read_config
 
     directory = model_directory(path, field)
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):

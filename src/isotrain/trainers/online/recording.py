@@ -23,7 +23,7 @@ from isotrain.data.store import SampleStore
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError
 from isotrain.files import parse_json, read_regular
-from isotrain.models.load import model_directory
+from isotrain.models.files import model_directory
 from isotrain.observe.run_directory import RunDirectory, write_atomically
 from isotrain.recipe.difference import FIXED_BY_RECORDING
 from isotrain.recipe.load import resolved

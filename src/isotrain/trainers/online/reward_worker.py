@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from isotrain.cluster.objects import fetch
-from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.models.files import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
 from isotrain.rewards.base import Scored, Scorer
 from isotrain.rewards.build import build_scorer
