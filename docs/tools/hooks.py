@@ -21,6 +21,9 @@ PAGES = {
     "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+LANDING = "index.md"
+# Their tables need all the width of a window.
+WIDE = ("support-matrix.md", "stacks.md", "model-types.md")
 NOT_YET = "> 本页尚无中文版，以下为英文原文。\n\n"
 
 
@@ -118,8 +121,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     name = page.file.src_uri
-    if name == "index.md":
-        page.meta["hide"] = ["navigation", "toc"]  # a landing page; the tabs lead on
+    if name in (LANDING, *WIDE):
+        page.meta["hide"] = ["navigation", "toc"]  # the tabs lead on
     if name.startswith("source/") and not name.endswith(".ipynb.md"):
         return markdown
     source = source_of(name, config)
@@ -148,6 +151,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     # The title of a page is its first line only if nothing stands above it.
     lines = [line for line in NOTE.sub("", markdown).splitlines(keepends=True) if not is_switch(line)]
     return indented_for_site(with_links("".join(lines), target))
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Classes for site.css: the landing page with its roads as cards, and pages with wide tables."""
+    if page.file.src_uri in WIDE:
+        return f'<div class="wide">{html}</div>'
+    if page.file.src_uri != LANDING:
+        return html
+    roads, end, rest = html.partition("</table>")
+    return f'<div class="landing">{roads.replace("<table>", """<table class="roads">""", 1)}{end}{rest}</div>'
 
 
 def is_switch(line: str) -> bool:

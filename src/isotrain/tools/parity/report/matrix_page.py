@@ -25,12 +25,12 @@ _HEAD = """# Support matrix
 
 [中文](zh/support-matrix.md)
 
-Which pairs of devices were shown to train the same, on what, with which error. Every row is one file in
-[`certificates/`](../certificates); this page is generated from those files alone, by
+Which pairs of devices have a certificate that they train the same, on what, with which error. Nobody has measured on Ascend or
+CUDA hardware unless a row says so. Every row is one file in [`certificates/`](../certificates); this page is generated from those files alone, by
 `python -m isotrain.tools.parity.report.matrix_page docs/support-matrix.md`. A row that is *claimed* has no
 signature of a [trusted signer](../src/isotrain/tools/parity/trusted_signers): anyone can write such a file.
 
-**A simulated device proves code paths, never the hardware's numerics.** Rows of one say *simulated*.
+**A simulated device exercises code paths, never the hardware's numerics.** Rows of one say *simulated*.
 
 What the levels ask is told in [parity.md](parity.md). `isotrain parity verify FILE` says whether a
 certificate is as it was made and who signed it, and with the runs' directories whether it is about them.
@@ -79,7 +79,7 @@ def _order(entry: _MatrixEntry) -> tuple[str, ...]:
 
 def _matrix(entries: Sequence[_MatrixEntry]) -> Iterator[str]:
     published = published_figures()
-    yield "## Certified pairs\n"
+    yield "## Pairs with a certificate\n"
     yield from _table([_pair(entry, published) for entry in entries])
     yield (
         "Errors are means of absolute differences; hundredths are of the metric's own unit, which others "
