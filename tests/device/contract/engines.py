@@ -114,6 +114,21 @@ MEMBERS: dict[str, dict[tuple[str, str], set[str]]] = {
     "sglang": {},
 }
 
+# Requests that the adapters do not make, for what they lack (docs/weight-sync.md), by file and class with all
+# that they have: something new there may be a check sum, a time limit or a second buffer.
+UNUSED: dict[str, dict[tuple[str, str], set[str]]] = {
+    "sglang": {
+        ("sglang/srt/managers/io_struct.py", "UpdateWeightsFromDistributedReqInput"): {
+            *("names", "dtypes", "shapes", "group_name", "load_format", "weight_version", "selector"),
+            *("flush_cache", "abort_all_requests", "torch_empty_cache"),
+        },
+        ("sglang/srt/managers/io_struct.py", "InitWeightsUpdateGroupReqInput"): {
+            *("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"),
+        },
+    }
+}
+OF_ALL_REQUESTS = "BaseReq"
+
 # Options of a server's command line: fields of any class there. Newer versions have them in several files.
 OPTIONS = {
     "sglang": {
@@ -153,6 +168,7 @@ def moved(package: str, version: str) -> list[str]:
             for (file, name), members in MEMBERS[package].items()
             if (missing := members - class_members(directory, file, name))
         ),
+        *_new_in_unused(package, directory),
         *(
             f"nothing sets `{name}` on a layer"
             for name in sorted(SET_ON_OTHERS.get(package, set()) - _set_attributes(root, package))
@@ -162,6 +178,14 @@ def moved(package: str, version: str) -> list[str]:
             for path in sorted(ROUTES.get(package, set()) - _routes(root, package))
         ),
     ]
+
+
+def _new_in_unused(package: str, directory: Path) -> Iterator[str]:
+    for (file, name), known in UNUSED.get(package, {}).items():
+        new = class_members(directory, file, name) - class_members(directory, file, OF_ALL_REQUESTS) - known
+        if new:
+            listed = ", ".join(f"`{member}`" for member in sorted(new))
+            yield f"`{file}`: `{name}`, which is not used, has {listed}"
 
 
 def _calls(package: str, root: Path) -> Iterator[str]:

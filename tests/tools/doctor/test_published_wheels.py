@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.engines import CALLS, MEMBERS, moved
+from contract.engines import CALLS, MEMBERS, UNUSED, moved
 from contract.engines import VERSIONS as VERSIONS_OF_ENGINES
 from contract.wheels import NEWEST, NEWEST_OR_PRE, Unavailable, unzipped
 from packaging.requirements import Requirement
@@ -93,6 +93,17 @@ def test_a_name_that_has_moved_is_told(
     monkeypatch.setitem(table["vllm_ascend"], name, {"other"})
     (line,) = moved("vllm_ascend", "0.23.0")
     assert problem in line
+
+
+def test_a_new_field_of_an_unused_request_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = ("sglang/srt/managers/io_struct.py", "InitWeightsUpdateGroupReqInput")
+    known = UNUSED["sglang"][request]
+    monkeypatch.setitem(UNUSED["sglang"], request, known - {"backend"})
+    try:
+        (line,) = moved("sglang", "0.5.18")
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+    assert "`InitWeightsUpdateGroupReqInput`, which is not used, has `backend`" in line
 
 
 def test_parts_of_an_engine_wake_up_one_by_one() -> None:
