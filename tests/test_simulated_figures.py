@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,16 @@ def test_what_grows_with_devices() -> None:
 def test_the_page_has_the_routes_that_the_code_takes(page: str) -> None:
     """A rate of another route would promise what no run does: then compute the tables anew."""
     rows = [f"| {' | '.join(row.values())} |" for row in routes()]
-    assert "\n".join(rows) in (Path(__file__).parents[1] / page).read_text()
+    text = (Path(__file__).parents[1] / page).read_text()
+    assert "\n".join(rows) in text
+    for case in (DENSE, MIXTURE):
+        for devices in (1024, 10240, 102400):
+            seconds = central(case, devices, devices // 2)
+            assert len({seconds[f"weight_sync_s, {mode}"] for mode in MODES}) == 1
+            row = rf"^\| {case.model.name} \| {devices:,} \| [\d.]+ \| [\d.]+ \| ([\d.]+) \| (\d+) \|"
+            (told,) = re.findall(row, text, re.MULTILINE)
+            slowest = round(seconds["weight_sync_slow_s"])
+            assert told == (str(seconds["weight_sync_s, colocated"]), str(slowest))
 
 
 def test_another_route_has_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
