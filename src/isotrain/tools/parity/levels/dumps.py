@@ -24,7 +24,6 @@ from isotrain.tools.parity.read.msprobe_dump import (
 )
 
 _KINDS = {"forward": "activation", "backward": "gradient", "parameters_grad": "parameter gradient"}
-_SHOWN = 2_000
 _NAMED = 3
 # An API may hand on what its inputs already differ by, and more of it where large numbers cancel.
 _AMPLIFIES = 16.0
@@ -98,8 +97,6 @@ class _Findings:
     compared: list[Compared] = field(default_factory=list)
     premise: str | None = None
     """Why the runs are not at the same point: other weights or other tokens."""
-    one_sided: int = 0
-    """Calls that only one of the runs makes."""
     statistics: bool = False
 
     def of(self, *, modules: bool) -> list[Compared]:
@@ -133,8 +130,7 @@ def _listed(places_there: Sequence[Place]) -> str:
 
 def _add(findings: _Findings, place: Place, a: DumpedStep, b: DumpedStep, *, first: bool) -> None:
     findings.statistics = findings.statistics or (a.has_statistics and b.has_statistics)
-    pairs, one_sided = _pairs(a, b)
-    findings.one_sided += one_sided
+    pairs = _pairs(a, b)
     dtype = coarsest([tensor for call, other in pairs for tensor in (*call.outputs, *other.outputs)])
     new: list[Compared] = []
     later, went_back = not first, False
@@ -163,17 +159,16 @@ def _add(findings: _Findings, place: Place, a: DumpedStep, b: DumpedStep, *, fir
         findings.premise = tr("{premise} at step {step}", premise=premise, step=step)
 
 
-def _pairs(a: DumpedStep, b: DumpedStep) -> tuple[list[tuple[Call, Call]], int]:
-    """Calls that both make, in the order of the reference, and how many are not among them."""
+def _pairs(a: DumpedStep, b: DumpedStep) -> list[tuple[Call, Call]]:
+    """Calls that both make, in the order of the reference."""
     ours, theirs = _keyed(a), _keyed(b)
     counts = [_counts(part) for part in (ours, theirs)]
-    pairs = [
+    return [
         (call, theirs[key])
         for key, call in ours.items()
         # Where an API is called more often by one run, its numbers do not mean the same calls.
         if key in theirs and counts[0][key[:-1]] == counts[1][key[:-1]]
     ]
-    return pairs, len(ours) + len(theirs) - 2 * len(pairs)
 
 
 def _keyed(part: DumpedStep) -> dict[tuple[Any, ...], Call]:
@@ -268,11 +263,7 @@ def _modules(findings: _Findings) -> Level:
     beyond = [module for module in modules if not (module.outputs.passed and module.inputs.passed)]
     blamed = next((module for module in modules if module.is_to_blame), None)
     first = blamed or next((module for module in beyond if not module.outputs.passed), None)
-    evidence = {
-        **_DUMPED,
-        "layers": [_layer(module) for module in _kept(modules, first)],
-        "first": None if first is None else _layer(first),
-    }
+    evidence = {**_DUMPED, "first": None if first is None else _layer(first)}
     checks = tuple(_checks(modules))
     if first is None and not beyond:
         words = tr(
@@ -318,22 +309,14 @@ def _apis(findings: _Findings) -> Level:
     if not apis:
         return not_run("P0", tr("the dumps have no APIs in common; dump with level L1 or mix"))
     blamed = [api for api in apis if api.is_to_blame]
-    shown = [
-        *blamed,
-        *sorted((api for api in apis if not api.is_to_blame), key=lambda api: -api.outputs.excess),
-    ]
-    evidence = {**_DUMPED, "table": {"columns": _COLUMNS, "rows": [_row(api) for api in shown[:_SHOWN]]}}
     checks = tuple(_checks(apis))
-    alone = (
-        [tr("{count} calls are made by one run only", count=findings.one_sided)] if findings.one_sided else []
-    )
     if not blamed:
         agree = tr(
             "{apis} give, for equal inputs, outputs whose statistics agree up to rounding",
             apis=_what(apis, tr("APIs")),
         )
         limits = tr("{limits}, and {no_oracle}", limits=_LIMITS, no_oracle=_NO_ORACLE)
-        return Level("P0", "same", listed([agree, *alone, limits], "; "), checks, evidence=evidence)
+        return Level("P0", "same", listed((agree, limits), "; "), checks, evidence=_DUMPED)
     first = blamed[0]
     words = [
         tr(
@@ -347,12 +330,10 @@ def _apis(findings: _Findings) -> Level:
         words.append(tr("more such calls: {count}", count=len(blamed) - 1))
     names = dict.fromkeys(listed((_pass(call), _wrong(call)), ": ") for call in blamed)
     unsure = tr("{no_oracle}, so it does not say which of the two is right", no_oracle=_NO_ORACLE)
-    sentence = listed([*words, *alone, unsure], "; ")
-    return Level("P0", "different", sentence, checks, tuple(names)[:_NAMED], evidence)
+    return Level("P0", "different", listed([*words, unsure], "; "), checks, tuple(names)[:_NAMED], _DUMPED)
 
 
 _DUMPED: dict[str, Any] = {"dump": True}
-_COLUMNS = ["API", "pass", "step", "statistic", "error of outputs", "limit", "error of inputs", "arguments"]
 
 
 def _what(calls: Sequence[Compared], what: str) -> str:
@@ -390,19 +371,6 @@ def _checks(calls: Sequence[Compared]) -> Iterator[Check]:
             yield Check(what, rated.error, rated.limit, rated.passed, note)
 
 
-def _kept(calls: Sequence[Compared], first: Compared | None) -> list[Compared]:
-    """All where there is room; otherwise the furthest off, in the order of the computation."""
-    furthest = sorted(range(len(calls)), key=lambda index: -calls[index].outputs.excess)[:_SHOWN]
-    kept = set(furthest)
-    return [call for index, call in enumerate(calls) if index in kept or call is first]
-
-
 def _layer(compared: Compared) -> dict[str, Any]:
     place = {"step": compared.step, "kind": compared.kind, "name": compared.name}
     return {**place, "error": compared.outputs.error, "limit": compared.outputs.limit}
-
-
-def _row(compared: Compared) -> list[Any]:
-    rated = compared.outputs
-    figures = [rated.statistic, rated.error, rated.limit, compared.inputs.error]
-    return [compared.name, compared.call.direction, compared.step, *figures, "; ".join(compared.constants)]

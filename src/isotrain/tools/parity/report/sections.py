@@ -56,7 +56,7 @@ def level_block(level: Level) -> Markup:
         count = tr("{count:,} checks", count=len(level.checks))
         parts.append(_folded(count, columns, [_check(check) for check in level.checks]))
     if level.state != "not run":
-        parts += [*_operators(level), *_layers(level), *_table(level)]
+        parts += [*_operators(level), *_layers(level)]
     return element("article", *parts, class_=f"level {level.state.replace(' ', '-')}")
 
 
@@ -133,20 +133,6 @@ def _layers(level: Level) -> list[Markup]:
         step=first.step,
     )
     return [element("p", sentence, class_="first"), details(words, shown)]
-
-
-def _table(level: Level) -> list[Markup]:
-    table = level.evidence.get("table")
-    if table is None:
-        return []
-    rows = [[_cell(cell) for cell in row] for row in table["rows"]]
-    return [_folded(tr("{count:,} rows", count=len(rows)), table["columns"], rows)]
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return tr("yes") if value else tr("no")
-    return number(value) if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def statistics(verdict: Verdict) -> Markup:
