@@ -43,6 +43,7 @@ def trajectory(number: int, prompt: int = 3, response: int = 4) -> Trajectory:
         version_N=draw.integers(0, 9, response).astype(np.int32),
         finished=number % 2 == 0,
         episode=episode(number, response) if number % 3 == 1 else None,
+        pictures=("ab" * 32, "0c" * 32)[: number % 4],
     )
 
 
@@ -73,7 +74,7 @@ def marks(number: int = 0, reward: float = 0.5) -> Marks:
 
 
 def assert_same(a: Trajectory, b: Trajectory) -> None:
-    assert repr(a.episode) == repr(b.episode)
+    assert repr(a.episode) == repr(b.episode) and a.pictures == b.pictures
     for name in ("row", "prompt_index", "sample", "seed", "prompt_length", "finished"):
         assert getattr(a, name) == getattr(b, name) and type(getattr(b, name)) is type(getattr(a, name))
     for name in ("tokens_T", "mask_N", "logp_N", "version_N"):
@@ -121,6 +122,7 @@ def test_columns_are_plain(tmp_path: Path) -> None:
         "finished": "bool",
         "route_layers": "int32",
         "routes": "list<element: int16 not null>",
+        "pictures": "list<element: string not null>",
         **dict.fromkeys(("score", "greedy", "reward", "advantage"), "double"),
         **dict.fromkeys(("source", "failure", "detail"), "string"),
         "parts": "map<string, double ('parts')>",
@@ -143,7 +145,8 @@ def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
     write_trajectories(path, [Recorded(trajectory(i), marks(i), None) for i in range(3)])
     table = pyarrow.parquet.read_table(path)
     routes = ["routes", "route_layers"]
-    for gone in (routes, [*routes, "episode"], [*routes, "episode", "detail"]):
+    old = ["pictures", *routes]
+    for gone in (["pictures"], old, [*old, "episode"], [*old, "episode", "detail"]):
         earlier = table.drop_columns(gone).replace_schema_metadata({"ranks": "1"})
         pyarrow.parquet.write_table(earlier, path)
         read = read_step(tmp_path, 1)
@@ -152,7 +155,15 @@ def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
         if "episode" in gone:
             assert all(record.trajectory.episode is None for record in read)
         assert all(record.trajectory.routes_TLK is None for record in read)
+        assert not any(record.trajectory.pictures for record in read)
         assert read_others(tmp_path, 1) == {}
+
+
+def test_digests_of_pictures_are_checked(tmp_path: Path) -> None:
+    record = Recorded(replace(trajectory(2), pictures=("../" * 20,)), marks(), None)
+    write_trajectories(tmp_path / "a.parquet", [record])
+    with pytest.raises(DataError, match="row 2 has pictures without a digest"):
+        read_trajectories(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize("turn", [(0, 5), (-1, 2), (3, 2)])

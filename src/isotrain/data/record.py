@@ -33,6 +33,7 @@ _NUMBERS = {"row": "int64", "prompt_index": "int64", "sample": "int64", "seed": 
 _COUNTS = {"route_layers": "int32"}
 _RANKS, _OTHERS = b"ranks", b"others"
 _MOST_RANKS = 100_000
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _LISTS: dict[str, type[np.generic]] = {
     "prompt": np.int32,
     "response": np.int32,
@@ -42,7 +43,7 @@ _LISTS: dict[str, type[np.generic]] = {
     "routes": np.int16,
 }
 # Columns that recordings of earlier versions do not have, the newest first.
-_LATER = (("routes", "route_layers"), ("episode",), ("detail",))
+_LATER = (("pictures",), ("routes", "route_layers"), ("episode",), ("detail",))
 
 
 class Marks(NamedTuple):
@@ -224,6 +225,8 @@ def _schema() -> pyarrow.Schema:
     for name, kind in _LISTS.items():
         values = pyarrow.list_(pyarrow.field("element", pyarrow.from_numpy_dtype(kind), nullable=False))
         fields.append(pyarrow.field(name, values, nullable=False))
+    digests = pyarrow.list_(pyarrow.field("element", pyarrow.string(), nullable=False))
+    fields.append(pyarrow.field("pictures", digests, nullable=False))
     fields.append(pyarrow.field("episode", _episode_type()))
     return pyarrow.schema(fields)
 
@@ -261,6 +264,7 @@ def _table(records: Sequence[Recorded], schema: pyarrow.Schema) -> pyarrow.Table
     columns["episode"] = pyarrow.array(
         [_episode_values(t.episode) for t in trajectories], schema.field("episode").type
     )
+    columns["pictures"] = pyarrow.array([t.pictures for t in trajectories], schema.field("pictures").type)
     lists: dict[str, list[npt.NDArray[Any]]] = {
         "prompt": [t.tokens_T[: t.prompt_length] for t in trajectories],
         "response": [t.response_N for t in trajectories],
@@ -307,6 +311,8 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Recorded]:
     layers = batch.column("route_layers").to_pylist() if has_routes else [0] * batch.num_rows
     has_episodes = "episode" in batch.schema.names
     episodes = batch.column("episode").to_pylist() if has_episodes else [None] * batch.num_rows
+    sees = "pictures" in batch.schema.names
+    pictures = batch.column("pictures").to_pylist() if sees else [()] * batch.num_rows
     for i in range(batch.num_rows):
         prompt_P, response_N = lists["prompt"][i], lists["response"][i]
         if any(len(lists[name][i]) != len(response_N) for name in ("mask", "logp", "version")):
@@ -315,6 +321,10 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Recorded]:
             episode = _episode(episodes[i], len(response_N))
         except ValueError as error:
             raise DataError(f"{path}: row {numbers['row'][i]} {error}") from error
+        if not all(_DIGEST.fullmatch(digest) for digest in pictures[i]):
+            raise DataError(
+                f"{path}: row {numbers['row'][i]} has pictures without a digest; record again"
+            )
         trajectory = Trajectory(
             **{name: numbers[name][i] for name in _NUMBERS},
             prompt_length=len(prompt_P),
@@ -326,6 +336,7 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Recorded]:
             routes_TLK=_routes(lists["routes"][i], len(prompt_P) + len(response_N), layers[i], path)
             if has_routes
             else None,
+            pictures=tuple(pictures[i]),
         )
         marks = {name: numbers[name][i] for name in known}
         yield Recorded(trajectory, Marks(**{**marks, "parts": dict(marks["parts"])}), numbers["advantage"][i])
