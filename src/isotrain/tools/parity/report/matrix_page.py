@@ -26,7 +26,8 @@ _HEAD = """# Support matrix
 [中文](zh/support-matrix.md)
 
 Which pairs of devices have a certificate that they train the same, on what, with which error. No row is of an
-accelerator unless it names one. Every row is one file in [`certificates/`](../certificates); this page is generated from those files alone, by
+accelerator unless it names one. Every row is one file in [`certificates/`](../certificates); this page is
+generated from those files alone, by
 `python -m isotrain.tools.parity.report.matrix_page docs/support-matrix.md`. A row that is *claimed* has no
 signature of a [trusted signer](../src/isotrain/tools/parity/trusted_signers): anyone can write such a file.
 
