@@ -322,9 +322,7 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Recorded]:
         except ValueError as error:
             raise DataError(f"{path}: row {numbers['row'][i]} {error}") from error
         if not all(_DIGEST.fullmatch(digest) for digest in pictures[i]):
-            raise DataError(
-                f"{path}: row {numbers['row'][i]} has pictures without a digest; record again"
-            )
+            raise DataError(f"{path}: row {numbers['row'][i]} has pictures without a digest; record again")
         trajectory = Trajectory(
             **{name: numbers[name][i] for name in _NUMBERS},
             prompt_length=len(prompt_P),
