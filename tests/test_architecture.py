@@ -77,8 +77,8 @@ READS_MODELS = {
 }
 OF_THE_WHOLE = {
     *("model_type", "architectures", "dtype", "save_pretrained", "quantization_config", "num_labels"),
-    *("pad_token_id", "target_modules", "base_model_name_or_path", "inference_mode", "items"),
-    *("_experts_implementation", "disable"),
+    *("pad_token_id", "target_modules", "exclude_modules", "base_model_name_or_path", "inference_mode"),
+    *("items", "_experts_implementation", "disable"),
 }
 
 Checker = Callable[[Path, Path], Iterator[str]]

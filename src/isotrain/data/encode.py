@@ -8,7 +8,9 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -17,7 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from isotrain.data.chat import ChatTemplate, encode_prompt_text, encode_text
 from isotrain.data.formats import ColumnNames, Format, Text, detect, normalise, prompt_of
-from isotrain.data.items import SAMPLES, Item, Sample
+from isotrain.data.items import PICTURE_ROWS, PICTURES, SAMPLES, Item, Sample, samples_with_pictures
+from isotrain.data.picture_rows import RowPictures, refuse_pictures
+from isotrain.data.pictures import Picture, PictureFiles, rows_of, stored_rows
 from isotrain.data.rows import Row
 from isotrain.data.store import Codec, Columns, Ragged
 from isotrain.errors import DataError
@@ -29,7 +33,6 @@ class Encoder:
     """The first row decides the format; every row after it must fit. None stands for a row left out."""
 
     name: ClassVar[str] = "samples"
-    codec = SAMPLES
 
     def __init__(
         self,
@@ -39,10 +42,15 @@ class Encoder:
         completion_key: str,
         max_length: int,
         too_long: TooLong,
+        pictures: dict[str, Any] | None = None,
     ) -> None:
+        """`pictures`: arguments of `RowPictures`, for vision-language models."""
         self.tokenizer = tokenizer
         self.max_length, self.too_long = max_length, too_long
+        self.pictures = None if pictures is None else RowPictures(**pictures)
+        self.codec = SAMPLES if self.pictures is None else samples_with_pictures(self.pictures.files)
         self.arguments: dict[str, Any] = {
+            "pictures": pictures,
             "format": format,
             "prompt_key": prompt_key,
             "completion_key": completion_key,
@@ -56,18 +64,21 @@ class Encoder:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything the samples depend on besides rows and tokenizer."""
-        return {**self.arguments, "has_template": self._columns.has_template}
+        return {**_settings(self.arguments, self.pictures), "has_template": self._columns.has_template}
 
     def __call__(self, row: Row) -> Sample | None:
         if self._format == "auto":
             self._format = detect(row, self._columns)
         parts = normalise(row, self._format, self._columns)
         try:
+            parts, pictures = _read_pictures(self.pictures, row, parts)
             if isinstance(parts, Text):
                 sample = encode_text(self.tokenizer, parts)
             else:
                 assert self._template is not None
                 sample = self._template.encode(parts)
+            if self.pictures is not None:
+                sample = self.pictures.placed(sample, pictures)
         except DataError as error:
             raise DataError(f"{row.origin}: {error}") from error
         return self._fitted(sample, row)
@@ -90,7 +101,7 @@ class Encoder:
             # Nothing predicts the first token, so no loss can be taken on it.
             mask_T = sample.mask_T.copy()
             mask_T[0] = False
-            sample = Sample(sample.tokens_T, mask_T)
+            sample = replace(sample, mask_T=mask_T)
         if np.any(sample.mask_T):
             return sample
         if self.too_long == "drop":
@@ -110,6 +121,12 @@ class Prompt:
     tokens_P: npt.NDArray[np.int32]
     line: bytes
     """The row that the prompt came from, as JSON."""
+    load: Callable[[], tuple[Picture, ...]] = tuple
+    """Reads its pictures: most who open a store of prompts need none."""
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        return self.load()
 
     @property
     def row(self) -> dict[str, Any]:
@@ -126,29 +143,49 @@ def _read(columns: Columns) -> Prompt:
     return prompt
 
 
-PROMPTS = Codec(
-    PROMPT_VERSION,
-    (
-        Ragged("tokens", {_TOKENS: "<i4"}, "offsets.bin"),
-        Ragged("row_bytes", {_ROWS: "|u1"}, "row_offsets.bin"),
-    ),
-    lambda prompt: {_TOKENS: prompt.tokens_P, _ROWS: np.frombuffer(prompt.line, np.uint8)},
-    _read,
+def _write(prompt: Prompt) -> Columns:
+    return {_TOKENS: prompt.tokens_P, _ROWS: np.frombuffer(prompt.line, np.uint8)}
+
+
+_LAYOUT = (
+    Ragged("tokens", {_TOKENS: "<i4"}, "offsets.bin"),
+    Ragged("row_bytes", {_ROWS: "|u1"}, "row_offsets.bin"),
 )
+PROMPTS = Codec(PROMPT_VERSION, _LAYOUT, _write, _read)
+
+
+def prompts_with_pictures(files: PictureFiles) -> Codec[Prompt]:
+    return Codec(
+        PROMPT_VERSION,
+        (*_LAYOUT, PICTURE_ROWS),
+        lambda prompt: {**_write(prompt), PICTURES: stored_rows(prompt.pictures)},
+        lambda columns: replace(_read(columns), load=partial(_load, files, columns[PICTURES])),
+    )
+
+
+def _load(files: PictureFiles, stored: npt.NDArray[np.int64]) -> tuple[Picture, ...]:
+    return tuple(files.load(row) for row in rows_of(stored))
 
 
 class PromptEncoder:
     """A row's prompt as token ids, up to where the response begins. None stands for a row left out."""
 
     name: ClassVar[str] = "prompts"
-    codec = PROMPTS
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt_key: str, max_length: int, too_long: TooLong
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_key: str,
+        max_length: int,
+        too_long: TooLong,
+        pictures: dict[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.pictures = None if pictures is None else RowPictures(**pictures)
+        self.codec = PROMPTS if self.pictures is None else prompts_with_pictures(self.pictures.files)
         self.prompt_key, self.max_length, self.too_long = prompt_key, max_length, too_long
         self.arguments: dict[str, Any] = {
+            "pictures": pictures,
             "prompt_key": prompt_key,
             "max_length": max_length,
             "too_long": too_long,
@@ -158,33 +195,59 @@ class PromptEncoder:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything the prompts depend on besides rows and tokenizer."""
-        return {"prompts": PROMPT_VERSION, **self.arguments}
+        return {"prompts": PROMPT_VERSION, **_settings(self.arguments, self.pictures)}
 
     def __call__(self, row: Row) -> npt.NDArray[np.int32] | None:
+        sample = self._encoded(row)
+        return None if sample is None else sample.tokens_T
+
+    def _encoded(self, row: Row) -> Sample | None:
         prompt = prompt_of(row, self.prompt_key, has_template=self._template is not None)
         try:
+            prompt, pictures = _read_pictures(self.pictures, row, prompt)
             if isinstance(prompt, str):
                 prompt_P = np.array(encode_prompt_text(self.tokenizer, prompt), np.int32)
             else:
                 assert self._template is not None
                 prompt_P = self._template.encode_prompt(prompt)
+            sample = Sample(prompt_P, np.zeros(len(prompt_P), np.bool_))
+            if self.pictures is not None:
+                sample = self.pictures.placed(sample, pictures)
+                prompt_P = sample.tokens_T
         except DataError as error:
             raise DataError(f"{row.origin}: {error}") from error
         if len(prompt_P) == 0:
             raise DataError(f"{row.origin}: '{self.prompt_key}' has no token; no response can be generated")
         if len(prompt_P) <= self.max_length:
-            return prompt_P
+            return sample
         if self.too_long == "drop":
             return None
         if self.too_long != "error":
-            return cut(prompt_P, self.max_length, self.too_long)
+            prompt_P = cut(prompt_P, self.max_length, self.too_long)
+            return Sample(prompt_P, np.zeros(len(prompt_P), np.bool_))
         raise DataError(
             f"{row.origin}: the prompt has {len(prompt_P)} tokens, but data.max_length is {self.max_length}; "
             "raise it, or set data.too_long to 'drop'"
         )
 
     def values(self, row: Row) -> list[Prompt]:
-        return [] if (prompt_P := self(row)) is None else [Prompt(prompt_P, json_line(row))]
+        if (sample := self._encoded(row)) is None:
+            return []
+        line = json_line(row if self.pictures is None else self.pictures.without_bytes(row))
+        return [Prompt(sample.tokens_T, line, lambda: sample.pictures)]
+
+
+def _settings(arguments: dict[str, Any], pictures: RowPictures | None) -> dict[str, Any]:
+    """What a store is named by; without pictures it is as before there were any."""
+    others = {name: value for name, value in arguments.items() if name != "pictures"}
+    return others if pictures is None else {**others, "pictures": pictures.settings}
+
+
+def _read_pictures(pictures: RowPictures | None, row: Row, conversation: Any) -> tuple[Any, list[Picture]]:
+    if pictures is not None:
+        return pictures.read(row, conversation)
+    refuse_pictures(conversation)
+    return conversation, []
 
 
 def cut(prompt_P: npt.NDArray[np.int32], length: int, too_long: TooLong) -> npt.NDArray[np.int32]:

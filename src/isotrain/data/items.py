@@ -6,13 +6,13 @@ T: tokens of one sample, V: labels of an item.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.data.pictures import Picture
+from isotrain.data.pictures import Picture, PictureFiles, rows_of, stored_rows
 from isotrain.data.store import Codec, Columns, Ragged, SampleStore
 
 
@@ -111,6 +111,31 @@ def _read(columns: Columns) -> Item:
 _TOKEN_FILES = Ragged("tokens", {TOKENS: "<i4", MASK: "|u1"}, "offsets.bin")
 SAMPLES = Codec(1, (_TOKEN_FILES,), _write_sample, _read, {"loss_tokens": MASK})
 """For items that are one sample without labels."""
+PICTURES = "pictures.bin"
+PICTURE_ROWS = Ragged("picture_numbers", {PICTURES: "<i8"}, "picture-offsets.bin")
+
+
+def samples_with_pictures(files: PictureFiles) -> Codec[Item]:
+    """For items that are one sample; its pictures are read from `files` with it."""
+
+    def read(columns: Columns) -> Item:
+        (sample,) = _read(columns).samples
+        pictures = tuple(files.load(row) for row in rows_of(columns[PICTURES]))
+        return Item((replace(sample, pictures=pictures),))
+
+    def write(item: Item) -> Columns:
+        return {**_write_sample(item), PICTURES: stored_rows(item.samples[0].pictures)}
+
+    return Codec(1, (_TOKEN_FILES, PICTURE_ROWS), write, read, {"loss_tokens": MASK})
+
+
+def picture_patches(store: SampleStore[Item], number: int) -> int:
+    """Patches of an item's pictures; no pixel is read."""
+    if PICTURES not in store.columns:
+        return 0
+    return int(rows_of(store.entry(PICTURES, number))[:, 1:4].prod(1).sum())
+
+
 ITEMS = Codec(
     4,
     (

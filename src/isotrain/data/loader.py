@@ -12,8 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isotrain.data.items import PROMPT_IDS, Item, Sample, Size, labels, sizes
-from isotrain.data.packing import PackedBatch, pack, pack_shared, plan_micro_batches
+from isotrain.data.items import PROMPT_IDS, Item, Sample, Size, labels, picture_patches, sizes
+from isotrain.data.packing import (
+    PATCH_COST,
+    PackedBatch,
+    computing_cost,
+    pack,
+    pack_shared,
+    plan_micro_batches,
+)
 from isotrain.data.reference_logprobs import MISMATCHED, PAIR, RESPONSE, ReferenceLogProbs
 from isotrain.data.store import SampleStore
 from isotrain.errors import DataError
@@ -172,7 +179,9 @@ class BatchLoader:
             yield self.next_step()
 
     def _rank_share(self, numbers: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
-        plan = plan_micro_batches(tokens, self.budget, self.ranks)[self.rank]
+        patches = [picture_patches(self.store, number) for number in numbers]
+        costs = [computing_cost(n, n) + PATCH_COST * p for n, p in zip(tokens, patches, strict=True)]
+        plan = plan_micro_batches(tokens, self.budget, self.ranks, costs)[self.rank]
         return [[numbers[i] for i in chosen] for chosen in plan]
 
     def _stored(self, item: Sequence[Size]) -> int:

@@ -7,7 +7,7 @@ are all response tokens, also those that the policy did not write. S: its sample
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,7 +17,10 @@ import numpy.typing as npt
 import torch
 
 from isotrain.data.items import Sample
+from isotrain.data.packed_pictures import PackedPictures, joined_pictures
+from isotrain.data.pictures import Picture
 from isotrain.data.trajectory import Trajectory
+from isotrain.errors import DataError
 
 # Attention costs as much as everything else at roughly 12 x hidden size tokens; 4k hidden is the middle of
 # the models people post-train. Only the balance between ranks depends on it, never a result.
@@ -58,6 +61,7 @@ class PackedBatch:
     """`predict_N` on the host, also of a batch on a device: what is decided by it needs no device sync."""
     routes: ExpertRoutes | None = None
     """Experts that a mixture sends these tokens to, where they are given."""
+    pictures: PackedPictures | None = None
 
     @property
     def loss_tokens(self) -> int:
@@ -74,6 +78,7 @@ class PackedBatch:
             routes=None
             if self.routes is None
             else self.routes._replace(chosen=self.routes.chosen.to(device, non_blocking=True)),
+            pictures=None if self.pictures is None else self.pictures.to(device),
         )
 
 
@@ -90,6 +95,7 @@ def pack(samples: Sequence[Sample], routes: Sequence[RoutesOfTokens | None] = ()
     # A sample's first token is predicted by nothing: it must not be predicted by the sample before it.
     bears_loss_T = np.concatenate([np.concatenate([[False], sample.mask_T[1:]]) for sample in samples])
     target_at_N = np.flatnonzero(bears_loss_T)
+    sources = [(number, 0, n) for number, n in enumerate(lengths)]
     return PackedBatch(
         tokens_T=torch.from_numpy(tokens_T),
         positions_T=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
@@ -98,8 +104,13 @@ def pack(samples: Sequence[Sample], routes: Sequence[RoutesOfTokens | None] = ()
         targets_N=torch.from_numpy(tokens_T[target_at_N]),
         last_S=torch.tensor(lengths).cumsum(0) - 1,
         predict_on_host_N=target_at_N - 1,
-        routes=_joined_routes(samples, routes, [(number, 0, n) for number, n in enumerate(lengths)]),
+        routes=_joined_routes(samples, routes, sources),
+        pictures=joined_pictures(samples, sources),
     )
+
+
+# A tower of 0.6 billion weights reads four patches for each token of a language model of 4 to 8 billion.
+PATCH_COST = 0.1
 
 
 def computing_cost(tokens: int, seen: int) -> float:
@@ -206,10 +217,12 @@ class _Layout:
 
 
 def same_prompt(samples: Sequence[Sample], prompts: Sequence[int]) -> list[list[int]]:
-    """Numbers of the samples whose first `prompts[i]` tokens are equal, group by group."""
-    groups: dict[bytes, list[int]] = {}
+    """Numbers of the samples whose first `prompts[i]` tokens and pictures are equal, group by group."""
+    groups: dict[tuple[bytes | str, ...], list[int]] = {}
     for number, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
-        groups.setdefault(sample.tokens_T[:prompt].tobytes(), []).append(number)
+        # The same words with other pictures of one size are the same tokens.
+        pictures = [picture.digest for picture in sample.pictures if picture.start < prompt]
+        groups.setdefault((sample.tokens_T[:prompt].tobytes(), *pictures), []).append(number)
     return list(groups.values())
 
 
@@ -255,6 +268,7 @@ def pack_shared(
         last_S=torch.tensor([int(place[-1]) for place in places]),
         continues=tuple(layout.continues) if max(layout.continues) >= 0 else (),
         routes=_joined_routes(samples, routes, layout.sources),
+        pictures=joined_pictures(samples, layout.sources),
     )
 
 
@@ -401,18 +415,27 @@ class PolicyBatch:
 
 
 def pack_trajectories(
-    trajectories: Sequence[Trajectory], index: Sequence[int], share_prompts: bool = False
+    trajectories: Sequence[Trajectory],
+    index: Sequence[int],
+    share_prompts: bool = False,
+    pictures: Callable[[int], tuple[Picture, ...]] = lambda row: (),
 ) -> PolicyBatch:
     """Lay trajectories one after the other; without any, the batch has a token but no response tokens.
 
-    With `share_prompts` a prompt with several responses is there once.
+    With `share_prompts` a prompt with several responses is there once. `pictures` are those of a row.
     """
     assert len(trajectories) == len(index)
     samples = []
     for trajectory in trajectories:
         assert trajectory.prompt_length >= 1, "nothing would predict the response's first token"
         is_response_T = np.arange(len(trajectory)) >= trajectory.prompt_length
-        samples.append(Sample(trajectory.tokens_T, is_response_T))
+        own = pictures(trajectory.row) if trajectory.pictures else ()
+        if (digests := tuple(picture.digest for picture in own)) != trajectory.pictures:
+            raise DataError(
+                f"the response to row {trajectory.row} saw other pictures ({_short(trajectory.pictures)}) "
+                f"than data.train has there ({_short(digests)}); use the data that it was sampled from"
+            )
+        samples.append(Sample(trajectory.tokens_T, is_response_T, own))
     # Copies of the given types even for no trajectories at all, and memory that torch may write to.
     mask_N = np.concatenate([np.zeros(0, np.bool_), *(t.mask_N for t in trajectories)])
     logp_N = np.concatenate([np.zeros(0, np.float32), *(t.logp_N for t in trajectories)])
@@ -430,6 +453,10 @@ def pack_trajectories(
         turn_rewards_N=torch.from_numpy(np.concatenate(turn_rewards)) if by_turn else None,
         earlier=tuple(t.episode.earlier if t.episode else 0.0 for t in trajectories) if by_turn else (),
     )
+
+
+def _short(digests: Sequence[str]) -> str:
+    return ", ".join(digest[:12] for digest in digests) or "none"
 
 
 def _turn_rewards(trajectory: Trajectory) -> npt.NDArray[np.float32]:

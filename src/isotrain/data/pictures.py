@@ -9,7 +9,10 @@ import hashlib
 import io
 import json
 import math
-from dataclasses import dataclass
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,8 @@ class Picture:
     """Placeholder tokens."""
     digest: str
     """SHA-256 of patches and grid."""
+    source: str = ""
+    """SHA-256 of the file that a store keeps."""
 
     @property
     def stop(self) -> int:
@@ -118,6 +123,11 @@ class PictureProcessor:
         blocks = pixels_HWC.reshape(rows // merge, merge, patch, columns // merge, merge, patch, channels)
         patches_PD = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, channels * patch**2)
         return np.ascontiguousarray(patches_PD), (1, rows, columns)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Frames and side of a patch, and how many patches along a side are merged."""
+        return self.frames, self.patch, self.merge
 
     @cached_property
     def table_CV(self) -> npt.NDArray[np.float32]:
@@ -204,3 +214,89 @@ def _resized(image: Any, processor: PictureProcessor) -> npt.NDArray[np.uint8]:
         grow = math.sqrt(processor.min_pixels / (height * width))
         to_height, to_width = (math.ceil(side * grow / factor) * factor for side in (height, width))
     return np.array(image.resize((to_width, to_height), resample=processor.resample))
+
+
+# Decoded pictures that a process keeps: eight of the largest that a default Qwen2.5-VL takes need 300 MB.
+MOST_DECODED = 512 << 20
+_STORED = 4 + 2 * 4
+"""Numbers of a picture in a store: place, grid, digest and source."""
+
+
+class PictureFiles:
+    """Encoded pictures by SHA-256, each once for all stores beside them, and what was decoded lately."""
+
+    def __init__(self, directory: Path, processor: PictureProcessor) -> None:
+        self.directory, self.processor = directory, processor
+        self._decoded: OrderedDict[tuple[str, str], Picture] = OrderedDict()
+
+    def _path(self, source: str) -> Path:
+        return self.directory / source[:2] / source
+
+    def add(self, image: bytes) -> Picture:
+        """Keep a file, whole or not at all, and process it."""
+        picture = replace(self.processor(image), source=hashlib.sha256(image).hexdigest())
+        path = self._path(picture.source)
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+            partial.write_bytes(image)
+            partial.rename(path)
+        return picture
+
+    def load(self, row: npt.NDArray[np.int64]) -> Picture:
+        """The picture of which a store has this row; other pixels than its encoder saw are an error."""
+        start, *grid = (int(number) for number in row[:4])
+        digest, source = (part.astype("<i8").tobytes().hex() for part in (row[4:8], row[8:]))
+        picture = self._decoded.pop((source, digest), None)
+        if picture is None:
+            path = self._path(source)
+            picture = replace(self.processor(path), source=source)
+            if picture.digest != digest:
+                raise DataError(
+                    f"{path}: decoded to other pixels than when the data was tokenised; install the same "
+                    "version of Pillow in all environments, or delete the cache to tokenise again"
+                )
+        self._decoded[source, digest] = picture  # as the one used last
+        while sum(kept.patches_PD.nbytes for kept in self._decoded.values()) > MOST_DECODED:
+            self._decoded.popitem(last=False)
+        assert picture.grid == tuple(grid)
+        return replace(picture, start=start)
+
+
+def stored_rows(pictures: Sequence[Picture]) -> npt.NDArray[np.int64]:
+    """What a store keeps of pictures, one after the other."""
+    rows = [
+        np.concatenate(
+            [
+                np.array([picture.start, *picture.grid], "<i8"),
+                np.frombuffer(bytes.fromhex(picture.digest + picture.source), "<i8"),
+            ]
+        )
+        for picture in pictures
+    ]
+    return np.concatenate([np.zeros(0, "<i8"), *rows])
+
+
+def rows_of(stored: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What `stored_rows` put one after the other; ValueError if that is damaged."""
+    return stored.reshape(-1, _STORED)
+
+
+def positions_of(length: int, pictures: Sequence[Picture]) -> npt.NDArray[np.int64]:
+    """Time, row and column of each token of a sequence, as multimodal rotary embeddings of the family count.
+
+    A text token has the same number three times. Only the pictures' places count: a policy can write their
+    token.
+    """
+    positions_3L = np.empty((3, length), np.int64)
+    done, position = 0, 0
+    for picture in pictures:
+        text = picture.start - done
+        positions_3L[:, done : picture.start] = np.arange(position, position + text)
+        merge = math.isqrt(len(picture.patches_PD) // picture.tokens)
+        frames, rows, columns = picture.grid[0], picture.grid[1] // merge, picture.grid[2] // merge
+        places = np.indices((frames, rows, columns)).reshape(3, -1)
+        positions_3L[:, picture.start : picture.stop] = position + text + places
+        done, position = picture.stop, position + text + max(rows, columns)
+    positions_3L[:, done:] = np.arange(position, position + length - done)
+    return positions_3L

@@ -7,8 +7,9 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from isotrain import hub
@@ -24,6 +25,8 @@ class Row:
     values: Mapping[str, Any]
     origin: str
     """`file:line` for JSON lines, `file row N` (from 0) otherwise: every later error begins with it."""
+    directory: Path | None = field(default=None, compare=False)
+    """Of its file, which paths in it start from; rows of the Hub have none."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,17 @@ def source_digest(source: str | Sequence[str]) -> str:
                     content.update(chunk)
             total.update(file.suffix.encode() + content.digest())
     return total.hexdigest()
+
+
+def picture_files_digest(source: str | Sequence[str]) -> str:
+    """SHA-256 over names, sizes and times of all files below a source's directories.
+
+    Rows may name pictures there by path: one that is exchanged must not be taken from an older store.
+    """
+    files = [file for name in _names(source) for file in _files(name) or ()]
+    below = sorted(path for parent in {file.parent for file in files} for path in parent.rglob("*"))
+    facts = [(str(path), s.st_size, s.st_mtime_ns) for path in below if S_ISREG((s := path.stat()).st_mode)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def count_rows(source: str | Sequence[str]) -> int:
@@ -141,7 +155,7 @@ def _json_rows(file: Path) -> Iterator[Row]:
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if text.strip():
                 value = _parse(text, f"{file}:{number}")
-                yield Row(_as_row(value, f"{file}:{number}"), f"{file}:{number}")
+                yield Row(_as_row(value, f"{file}:{number}"), f"{file}:{number}", file.parent)
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
@@ -160,7 +174,7 @@ def _csv_rows(file: Path) -> Iterator[Row]:
                     counts = f"{len(values)} values for {len(names)} columns"
                     raise DataError(f"{origin}: {counts}; quote a text that has a comma")
                 if values:
-                    yield Row(dict(zip(names, values, strict=True)), origin)
+                    yield Row(dict(zip(names, values, strict=True)), origin, file.parent)
         except csv.Error as error:
             raise DataError(f"{file}:{lines.line_num}: broken CSV: {error}") from None
         except UnicodeDecodeError:
@@ -169,7 +183,7 @@ def _csv_rows(file: Path) -> Iterator[Row]:
 
 def _array_rows(file: Path, data: bytes) -> Iterator[Row]:
     for number, value in enumerate(_parse(data.removeprefix(b"\xef\xbb\xbf"), str(file))):
-        yield Row(_as_row(value, f"{file} row {number}"), f"{file} row {number}")
+        yield Row(_as_row(value, f"{file} row {number}"), f"{file} row {number}", file.parent)
 
 
 def _parse(data: bytes, origin: str) -> Any:
@@ -218,7 +232,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
         try:
             for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(_PARQUET_BATCH):
                 for values in batch.to_pylist():
-                    yield Row(_without_nulls(values), f"{file} row {number}")
+                    yield Row(_without_nulls(values), f"{file} row {number}", file.parent)
                     number += 1
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{file}: broken Parquet after row {number}: {error}") from None

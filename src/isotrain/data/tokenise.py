@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from isotrain.children import die_with_parent, module_command
 from isotrain.data.encode import Encoder, PromptEncoder
 from isotrain.data.preference import PreferenceEncoder
-from isotrain.data.rows import Row, count_rows, read_rows, source_digest
+from isotrain.data.rows import Row, count_rows, picture_files_digest, read_rows, source_digest
 from isotrain.data.store import META, OFFSETS, Codec, SampleStore, store_key
 from isotrain.errors import DataError
 
@@ -122,7 +122,10 @@ def cached_store(
     source: str | Sequence[str], encoder: RowEncoder[T], root: Path, tell: Tell | None = None
 ) -> SampleStore[T]:
     """The store of a source under `root`, built if it is not there."""
-    key = store_key(source_digest(source), encoder.tokenizer, encoder.settings)
+    identity = source_digest(source)
+    if encoder.settings.get("pictures"):
+        identity += picture_files_digest(source)
+    key = store_key(identity, encoder.tokenizer, encoder.settings)
     directory = root / key
     if not directory.is_dir():
         progress = RowProgress(source, tell) if tell else None

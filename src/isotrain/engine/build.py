@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from isotrain.data.pictures import PictureProcessor
 from isotrain.device.base import Device, FusedOperators
 from isotrain.device.cpu import Cpu
 from isotrain.engine.engine import InferenceModel, LossScale, TrainingEngine
@@ -58,6 +59,7 @@ from isotrain.models.load import (
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
 from isotrain.models.mixers import KIND, mixers_of
 from isotrain.models.packed import SCORE, SCORE_BIAS, Backbone, PackedModel, ScalarModel
+from isotrain.models.vision import Vision, refuse_unsupported, sees
 from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of, source_parts
 from isotrain.recipe.schema import LoraSection, ModelSection, OffloadSection, OptimizerSection
 
@@ -126,6 +128,10 @@ def build_engine(
     packed = _causal_model(directory, model, device, world)
     if model.lora.rank:
         add_adapters(packed.pretrained, adapter_config(model.lora), frozen_dtype=_dtype(model))
+    elif packed.vision is not None and model.vision == "frozen":
+        for parameter in packed.vision.tower.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(_dtype(model))
     _prepare_layers(packed, model)
     named = load(packed, model, world, directory)
     if model.router_aux_loss is not None:
@@ -221,7 +227,18 @@ def _causal_model(directory: Path, model: ModelSection, device: Device, world: W
     causal_lm, attention, fused = _pretrained(build_causal_lm, directory, model, device, world)
     vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
     chunk = model.logits_chunk or max(1, LOGIT_BYTES // (4 * vocabulary))
-    return PackedModel(causal_lm, attention, chunk, fused, head_float32=model.head_dtype == "float32")
+    packed = PackedModel(causal_lm, attention, chunk, fused, head_float32=model.head_dtype == "float32")
+    if sees(causal_lm.config):
+        refuse_unsupported(
+            causal_lm,
+            device__mesh__context=world.context > 1,
+            model__compile=model.compile,
+            model__fused=model.fused == "on",
+            model__offload__weights=model.offload.weights,
+        )
+        processor = PictureProcessor.of_model(directory)
+        packed.vision = Vision(causal_lm, torch.from_numpy(processor.table_CV), *processor.shape)
+    return packed
 
 
 def _scalar_model(directory: Path, model: ModelSection, device: Device, world: World) -> ScalarModel:
@@ -244,7 +261,7 @@ def _pretrained(
     if attention == "flash":
         guard_flash(windows=device.flash_window)
     experts = device.experts if model.experts == "auto" else model.experts
-    table = fused_operators(model, device)
+    table = None if sees(read_config(directory)) else fused_operators(model, device)
     if table is None:
         return build(directory, attention, experts), attention, NONE_FUSED
     provide(table.attention)
@@ -283,7 +300,7 @@ def choose_attention(directory: Path, model: ModelSection, device: Device, conte
     config = read_config(directory)
     has_windows, has_cap = has_window(config), attention_cap(config) is not None
     is_hybrid = KIND in layer_kinds(config)
-    if fused_operators(model, device) is not None and not has_windows and not has_cap:
+    if not sees(config) and fused_operators(model, device) is not None and not has_windows and not has_cap:
         if model.attention == "auto":
             return "fused"
         # Padding is for unusual models: fused attention there must be chosen explicitly.
@@ -401,23 +418,31 @@ def shard_model(model: Backbone, world: World, dtype: torch.dtype, *, on_host: b
     if world.size == 1 and all(p.dtype == dtype for p in model.parameters()) and not on_host:
         return  # nothing to split and nothing to cast: FSDP would only copy every weight and gradient
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # A tower's blocks get rotations in float32, which a cast would round.
+    seeing = replace(policy, cast_forward_inputs=False)
     place = CPUOffloadPolicy() if on_host else OffloadPolicy()
     pretrained = model.pretrained
-    layers = layers_of(pretrained)
+    tower = set() if model.vision is None else set(model.vision.tower.modules())
+    # A frozen tower is whole on every rank: one without a picture need not take part.
+    whole = set(model.vision.tower.parameters()) if model.vision and not model.vision.trained else set()
+    layers = [layer for layer in layers_of(pretrained) if not (whole and layer in tower)]
     if not layers:
         raise ModelError(f"cannot tell the layers of {type(pretrained).__name__} apart to shard them")
     experts = list(split_modules(pretrained))
     for module in [*experts, *layers, model]:
+        own_policy = seeing if module in tower else policy
         if world.size == 1 and not on_host:
             # A single rank gathers nothing: freeing and refilling weights would only cost copies.
-            fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+            options: dict[str, Any] = {"reshard_after_forward": False, "ignored_params": whole}
+            fully_shard(module, mesh=world.mesh, mp_policy=own_policy, **options)
             continue
         mesh = world.expert_mesh["expert_shard"] if module in experts else world.mesh
         fully_shard(
             module,
             mesh=mesh,
-            mp_policy=policy,
+            mp_policy=own_policy,
             offload_policy=place,
+            ignored_params=whole,
             reshard_after_forward=module is not model,
             shard_placement_fn=split_dimension(mesh),
         )

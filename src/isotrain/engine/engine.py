@@ -54,6 +54,7 @@ class InferenceModel:
             # By name: traces of a run are digests of the others, and this repeats one of them.
             predict_on_host_N=on_device.predict_on_host_N,
             **({} if on_device.routes is None else {"routes": on_device.routes}),
+            **({} if on_device.pictures is None else {"pictures": on_device.pictures}),
         )
         return result
 

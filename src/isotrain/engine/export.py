@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
@@ -29,9 +28,10 @@ from isotrain.errors import CheckpointError, RecipeError
 from isotrain.models.config import model_end_tokens, number_of_experts, text_config
 from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.models.files import load_tokenizer, model_directory
-from isotrain.models.load import read_config
+from isotrain.models.load import language_model, read_config
 from isotrain.models.lora import ADAPTER, ALL, adapted_layers
 from isotrain.models.packed import Backbone
+from isotrain.models.vision import TOWER_MODULES, sees, tower_of
 from isotrain.models.weights import INDEX, SINGLE, BaseWeights
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
@@ -40,6 +40,9 @@ from isotrain.recipe.schema import ModelSection
 
 Read = Callable[[str], torch.Tensor]
 """From the name of a weight to its values."""
+
+# How a model's pictures are processed, and what its other processors need.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 logger = logging.getLogger("isotrain")
 
@@ -66,7 +69,10 @@ def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Pa
     try:
         partial.mkdir(parents=True)
         write(model, reader, partial)
-        load_tokenizer(model_directory(model.path)).save_pretrained(partial)
+        directory = model_directory(model.path)
+        load_tokenizer(directory).save_pretrained(partial)
+        for file in filter(Path.is_file, (directory / name for name in PROCESSOR_FILES)):
+            shutil.copyfile(file, partial / file.name)
         partial.rename(out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"--out: {out} was not written ({error})") from error
@@ -109,7 +115,7 @@ def _trained(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
 
 
 def _write_full(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
-    _write_all(_described(AutoModelForCausalLM, model), model, reader, out)
+    _write_all(_described(_class_of(model), model), model, reader, out)
 
 
 def _write_scorer(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
@@ -133,6 +139,10 @@ def _write_step_classifier(model: ModelSection, reader: CheckpointReader, out: P
     _write_all(_described(AutoModelForTokenClassification, model, config=config), model, reader, out)
 
 
+def _class_of(model: ModelSection) -> Any:
+    return language_model(read_config(model_directory(model.path)))
+
+
 def _described(kind: Any, model: ModelSection, **settings: Any) -> PreTrainedModel:
     """The model without memory for its weights, which have the types in which the base is published."""
     target: PreTrainedModel = kind.from_pretrained(
@@ -142,12 +152,18 @@ def _described(kind: Any, model: ModelSection, **settings: Any) -> PreTrainedMod
 
 
 def _write_all(target: PreTrainedModel, model: ModelSection, reader: CheckpointReader, out: Path) -> None:
-    """All weights are those of the checkpoint, rounded; its float32 ones stay there."""
+    """All trained weights are those of the checkpoint, rounded; its float32 ones stay there."""
     # Tied ones once, as they are trained and saved.
-    expected = {name: tuple(parameter.shape) for name, parameter in target.named_parameters()}
-    if expected != _trained(reader):
+    parameters, trained = dict(target.named_parameters()), _trained(reader)
+    tower = tower_of(target) if model.vision == "frozen" else None
+    frozen = {id(parameter) for parameter in tower.parameters()} if tower else set()
+    kept = {name: parameter for name, parameter in parameters.items() if id(parameter) in frozen}
+    if {name: tuple(p.shape) for name, p in parameters.items() if name not in kept} != trained:
         raise _mismatch(model, reader)
-    _write(target, lambda name: reader.whole(f"{PREFIX}{name}"), model, out)
+    base = BaseWeights(target, kept, model_directory(model.path))
+    _write(
+        target, lambda name: base.read(name) if name in kept else reader.whole(f"{PREFIX}{name}"), model, out
+    )
 
 
 def _mismatch(model: ModelSection, reader: CheckpointReader) -> CheckpointError:
@@ -186,6 +202,8 @@ def _write_adapter(model: ModelSection, reader: CheckpointReader, out: Path) -> 
     if config.target_modules == ALL and number_of_experts(read_config(model_directory(model.path))):
         # peft would look for adapters of the experts too.
         config.target_modules = sorted(adapted_layers(trained))
+    if sees(read_config(model_directory(model.path))):
+        config.exclude_modules = TOWER_MODULES
     config.base_model_name_or_path = model.path
     config.inference_mode = True
     config.save_pretrained(str(out))
@@ -197,7 +215,7 @@ def _write_adapter(model: ModelSection, reader: CheckpointReader, out: Path) -> 
 
 
 def _write_merged(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
-    target = _described(AutoModelForCausalLM, model)
+    target = _described(_class_of(model), model)
     parameters = dict(target.named_parameters())
     base = BaseWeights(target, parameters, model_directory(model.path))
     trained, scale = _trained(reader), model.lora.alpha / model.lora.rank

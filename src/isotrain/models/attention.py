@@ -378,3 +378,13 @@ def _with_trunks(parts: tuple[torch.Tensor, ...], continues: tuple[int, ...]) ->
         for segment, trunk in zip(parts, continues, strict=True)
     )
     return torch.cat([part for pair in together for part in pair])
+
+
+def is_padded(attention: str) -> bool:
+    """Whether samples lie in rows of one length instead of side by side."""
+    return attention in ("padded", "fused-padded")
+
+
+def shares_prompts(attention: str) -> bool:
+    """Whether this attention can compute a prompt once for several responses."""
+    return attention in ("sdpa", "fused")

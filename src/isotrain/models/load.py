@@ -11,6 +11,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -18,11 +19,11 @@ from transformers import (
 )
 
 from isotrain.errors import ModelError
-from isotrain.models.attention import FLASH, FUSED, FUSED_PADDED, NO_FLASH, SEGMENTS
+from isotrain.models.attention import FLASH, FUSED, FUSED_PADDED, NO_FLASH, SEGMENTS, is_padded
 from isotrain.models.config import attention_cap, layer_kinds, number_of_experts, text_config
 from isotrain.models.logits import check_body
 from isotrain.models.mixers import KIND, mixers_of
-from isotrain.models.packed import is_padded
+from isotrain.models.vision import sees
 
 # transformers' name for each of ours.
 IMPLEMENTATIONS = {
@@ -50,9 +51,10 @@ def read_config(directory: Path) -> PretrainedConfig:
 
 def build_causal_lm(directory: Path, attention: str, experts: str = EAGER) -> PreTrainedModel:
     """The model of a directory, its parameters on the meta device in float32, its buffers real."""
+    config = read_config(directory)
     model = _from_config(
-        AutoModelForCausalLM,
-        read_config(directory),
+        language_model(config),
+        config,
         attention,
         experts,
         f"{directory}: cannot build a causal language model",
@@ -60,6 +62,11 @@ def build_causal_lm(directory: Path, attention: str, experts: str = EAGER) -> Pr
     check_packing(model, attention)
     model.tie_weights()
     return model
+
+
+def language_model(config: PretrainedConfig) -> Any:
+    """transformers' class for models that write text."""
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
 def build_scalar(directory: Path, attention: str, experts: str = EAGER) -> PreTrainedModel:
@@ -93,7 +100,7 @@ def _from_config(
             model: PreTrainedModel = kind.from_config(
                 config,
                 dtype=torch.float32,
-                attn_implementation=IMPLEMENTATIONS[attention],
+                attn_implementation=_implementations(config, attention),
                 # transformers refuses the others for a model without experts.
                 experts_implementation=experts if number_of_experts(config) else EAGER,
                 trust_remote_code=False,
@@ -102,6 +109,12 @@ def _from_config(
         raise ModelError(f"{complaint} with attention '{attention}': {error}") from error
     keep_attention_cap(model)
     return model
+
+
+def _implementations(config: PretrainedConfig, attention: str) -> str | dict[str, str]:
+    """By part of a composite model: our attention is causal, and a vision tower's is not."""
+    text = IMPLEMENTATIONS[attention]
+    return {"": text, "text_config": text, "vision_config": "sdpa"} if sees(config) else text
 
 
 def keep_attention_cap(model: PreTrainedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from isotrain.errors import ModelError
 from isotrain.models.config import number_of_experts
+from isotrain.models.vision import TOWER_MODULES, sees
 from isotrain.models.weights import shard_of
 
 # peft takes most of a second to import, in every process: only those with adapters do.
@@ -44,6 +46,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, frozen_dtype: torch
     from peft import inject_adapter_in_model
     from peft.tuners.lora.layer import ParamWrapper
 
+    if sees(model.config):
+        config.exclude_modules = TOWER_MODULES  # its layers' names end as those of the language model
     _check_targets(model, config.target_modules)
     if number_of_experts(model.config) and config.target_modules == ALL:
         # peft would also take the experts and the router, which we cannot merge.
@@ -67,6 +71,8 @@ def _check_targets(model: PreTrainedModel, targets: str | Collection[str] | None
     head = model.get_output_embeddings()
     kinds = (nn.Linear, Conv1D)  # GPT-2's linear layers are the latter
     linear = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    if sees(model.config):
+        linear = {name: module for name, module in linear.items() if not re.fullmatch(TOWER_MODULES, name)}
     known = sorted({name.rpartition(".")[2] for name, module in linear.items() if module is not head})
     for target in targets:
         matches = [module for name, module in linear.items() if name == target or name.endswith(f".{target}")]

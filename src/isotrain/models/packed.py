@@ -20,13 +20,14 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from isotrain.models.attention import FUSED, SEGMENTS
+from isotrain.models.attention import FUSED, SEGMENTS, is_padded, shares_prompts
 from isotrain.models.context import ContextGroup, Split
 from isotrain.models.experts import RouterBalance
 from isotrain.models.fused import NONE_FUSED, Fused
 from isotrain.models.logits import PLAIN, LogitTransform, read_transform
 from isotrain.models.mixers import unpack_mixers
 from isotrain.models.routes import FREE, RouteReplay
+from isotrain.models.vision import Embedded, Pictures, Vision
 
 
 def _chunks(count: int, chunk: int) -> Iterator[slice]:
@@ -240,16 +241,6 @@ Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DIVERGENCE_SHARE = 4
 
 
-def is_padded(attention: str) -> bool:
-    """Whether samples lie in rows of one length instead of side by side."""
-    return attention in ("padded", "fused-padded")
-
-
-def shares_prompts(attention: str) -> bool:
-    """Whether this attention can compute a prompt once for several responses."""
-    return attention in ("sdpa", "fused")
-
-
 class Backbone(nn.Module):
     """Runs a model's base over packed samples and hands its head to an objective.
 
@@ -274,6 +265,7 @@ class Backbone(nn.Module):
         """Set where tokens are to take given routes through a mixture."""
         self.context: ContextGroup | None = None
         """Set where other ranks compute some of a micro-batch's tokens."""
+        self.vision: Vision | None = None
         self.loss_scale = 1.0
         """What the backward pass will start from: gradients that are taken before it have it too."""
 
@@ -292,6 +284,7 @@ class Backbone(nn.Module):
         continues: tuple[int, ...] = (),
         predict_on_host_N: npt.NDArray[np.int64] | None = None,
         routes: tuple[torch.Tensor, bool] | None = None,
+        pictures: Pictures | None = None,
     ) -> Result:
         """`routes`: experts of all tokens, `chosen_TLK`, or as this rank's routers see them (and true)."""
         split = None
@@ -304,7 +297,7 @@ class Backbone(nn.Module):
         if self.replay is not None:
             self.replay.force(None if routes is None else self._as_seen(*routes, lengths, split))
         if split is None:
-            hidden_TD = self.hidden_states(tokens_T, positions_T, lengths, continues)
+            hidden_TD = self.hidden_states(tokens_T, positions_T, lengths, continues, pictures)
             return objective(self.head(hidden_TD.index_select(0, predict_N), targets_N))
         # This rank's part of the tokens; all ranks of the group get the same result.
         output = self._run(
@@ -333,34 +326,41 @@ class Backbone(nn.Module):
         positions_T: torch.Tensor,
         lengths: tuple[int, ...],
         continues: tuple[int, ...] = (),
+        pictures: Pictures | None = None,
     ) -> torch.Tensor:
-        """`lengths` and `continues` are those of a `PackedBatch`."""
+        """`lengths`, `continues` and `pictures` are those of a `PackedBatch`."""
         assert not continues or shares_prompts(self.attention)
+        assert pictures is None or self.vision is not None, "the model sees nothing"
+        seen = None if self.vision is None else self.vision(tokens_T, positions_T, pictures)
         if is_padded(self.attention):
-            return self._padded(tokens_T, lengths)
+            return self._padded(tokens_T, lengths, seen)
         extras: dict[str, Any] = {"segment_lengths": lengths, "segment_continues": continues}
         if self.attention == "flash":
             bounds = torch.tensor((0, *lengths), device=tokens_T.device).cumsum(0, dtype=torch.int32)
-            longest = max(lengths)
-            extras = {
-                "cu_seq_lens_q": bounds,
-                "cu_seq_lens_k": bounds,
-                "max_length_q": longest,
-                "max_length_k": longest,
-            }
-        output = self._run(input_ids=tokens_T[None], position_ids=positions_T[None], **extras)
+            extras = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds)
+            extras |= dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
+        inputs = {"input_ids": tokens_T[None], "position_ids": positions_T[None]}
+        output = self._run(**inputs if seen is None else seen.inputs(lambda part: part[None]), **extras)
         hidden_TD: torch.Tensor = output.last_hidden_state[0]
         return hidden_TD
 
-    def _padded(self, tokens_T: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-        tokens_SL = pad_sequence(list(tokens_T.split(lengths)), batch_first=True)
+    def _padded(
+        self, tokens_T: torch.Tensor, lengths: tuple[int, ...], seen: Embedded | None
+    ) -> torch.Tensor:
+        def rows(part: torch.Tensor) -> torch.Tensor:
+            return pad_sequence(list(part.split(lengths)), batch_first=True)
+
+        tokens_SL = rows(tokens_T)
         place_L = torch.arange(tokens_SL.shape[1], device=tokens_T.device)
         real_SL = place_L[None] < torch.tensor(lengths, device=tokens_T.device)[:, None]
-        output = self._run(input_ids=tokens_SL, attention_mask=real_SL.long())
+        inputs = {"input_ids": tokens_SL} if seen is None else seen.inputs(rows)
+        output = self._run(attention_mask=real_SL.long(), **inputs)
         hidden_TD: torch.Tensor = output.last_hidden_state[real_SL]
         return hidden_TD
 
     def _run(self, **inputs: Any) -> Any:
+        if self.vision is not None:
+            return self.vision.language_model(use_cache=False, **inputs)
         if self.balance is None or not (self.training and torch.is_grad_enabled()):
             return self.pretrained.base_model(use_cache=False, **inputs)
         output = self.pretrained.base_model(use_cache=False, output_router_logits=True, **inputs)

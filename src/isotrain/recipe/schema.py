@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from isotrain.language import listed, tr
+from isotrain.recipe.data import DataSection, picture_rules
 from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
 from isotrain.recipe.preference import DpoSection, Preference, RmSection
 from isotrain.recipe.rules import broken_rules
@@ -165,6 +166,8 @@ class ModelSection(Section):
     """Tokens whose logits are in memory at the same time; the default fills 256 MiB of float32."""
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
+    vision: Literal["train", "frozen"] = "train"
+    """Whether the vision tower of a vision-language model is trained; with `lora` it never is."""
     perturbation: int = Field(default=0, ge=0)
     """For `isotrain parity`: a seed that moves each weight by one unit in the last place; 0 moves none."""
 
@@ -173,46 +176,6 @@ class ModelSection(Section):
         if self.offload.activations and not self.gradient_checkpointing:
             raise ValueError(
                 tr("offload.activations needs gradient_checkpointing: remove one of the two settings")
-            )
-        return self
-
-
-class DataSection(Section):
-    train: str | list[str]
-    """Training rows: `.jsonl` or `.parquet` files, directories of them, or a Hub name (`name@revision`)."""
-    validation: str | list[str] | None = None
-    """Validation rows, in the same forms as `train`."""
-    validation_rows: Annotated[int | None, Affects.COURSE] = Field(default=None, ge=1)
-    """Validate on this many rows only, from the first on."""
-    format: Literal["auto", "messages", "prompt-completion", "text", "sharegpt", "alpaca"] = "auto"
-    """Row format; `auto` looks at the columns."""
-    prompt_key: str = "prompt"
-    """Column of the prompt; a dotted path such as `extra_info.question` reaches into structures."""
-    completion_key: str = "completion"
-    """Column of the completion; a dotted path as for `prompt_key`."""
-    max_length: int = Field(default=1024, ge=2)
-    """Longest sample in tokens; for online algorithms, the longest prompt."""
-    too_long: Literal["error", "truncate", "drop", "truncate-left", "truncate-middle"] = "error"
-    """What to do with longer samples: stop with an error, truncate the end, or drop the sample. Prompts of
-    online algorithms can be cut at the beginning or in the middle too."""
-    batch_size: Annotated[int, Affects.RESPONSES] = Field(default=256, ge=1)
-    """Samples per step, over all ranks; for online algorithms, prompts."""
-    tokens_per_micro_batch: Annotated[int, Affects.PACKING] = Field(default=16384, ge=2)
-    """Token budget of one packed micro-batch; must hold the longest sample. A micro-batch is on one device,
-    or on `device.mesh.context` devices together."""
-    shuffle: bool = True
-    """Visit the rows in a new random order in each epoch."""
-
-    @model_validator(mode="after")
-    def _budget_holds_a_sample(self) -> DataSection:
-        if self.tokens_per_micro_batch < self.max_length:
-            raise ValueError(
-                tr(
-                    "tokens_per_micro_batch ({tokens_per_micro_batch}) is below max_length "
-                    "({max_length}): raise it to at least {max_length}",
-                    tokens_per_micro_batch=self.tokens_per_micro_batch,
-                    max_length=self.max_length,
-                )
             )
         return self
 
@@ -443,6 +406,12 @@ class Recipe(Section):
             )
             if text := listed(problems, "\n"):
                 raise ValueError(text)
+        return self
+
+    @model_validator(mode="after")
+    def _pictures_fit(self) -> Recipe:
+        if text := listed(picture_rules(self), "\n"):
+            raise ValueError(text)
         return self
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ from isotrain.data.packing import pack, pack_shared, plan_samples
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.engine import InferenceModel
 from isotrain.errors import ModelError, RolloutError, WeightUpdateError
+from isotrain.models.attention import shares_prompts
 from isotrain.models.config import text_config, vocabulary_size
 from isotrain.models.conversion import (
     Conversion,
@@ -34,7 +35,7 @@ from isotrain.models.conversion import (
     stored_buffers,
 )
 from isotrain.models.load import keep_attention_cap
-from isotrain.models.packed import TokenHead, shares_prompts
+from isotrain.models.packed import TokenHead
 from isotrain.models.routes import FREE, RouteReplay
 from isotrain.rollout.base import (
     More,

@@ -37,12 +37,13 @@ from isotrain.engine.optimizer import make_schedule
 from isotrain.engine.scores import StepScores, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
 from isotrain.errors import RecipeError
+from isotrain.models.attention import shares_prompts
 from isotrain.models.files import load_tokenizer, model_directory
-from isotrain.models.packed import shares_prompts
 from isotrain.observe.console import Console
 from isotrain.observe.run_directory import RunDirectory
+from isotrain.recipe.data import DataSection
 from isotrain.recipe.preference import DpoSection, KtoSection, PreferenceSection, PrmSection, RmSection
-from isotrain.recipe.schema import DataSection, Recipe
+from isotrain.recipe.schema import Recipe
 from isotrain.trainers.encoder import preference_encoder
 from isotrain.trainers.job import RankCheckpoints, Recorder, build_job
 from isotrain.trainers.preemption import Preemption
@@ -244,13 +245,34 @@ def _open_store(
         preference_encoder(tokenizer, data, algorithm)
         if isinstance(algorithm, PreferenceSection)
         else Encoder(
-            tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
+            tokenizer,
+            data.format,
+            data.prompt_key,
+            data.completion_key,
+            data.max_length,
+            data.too_long,
+            picture_arguments(recipe),
         )
     )
     # One rank of a machine builds the store while its others wait; then all map the same files.
     return world.machine_first(
         f"data.{name}", lambda: cached_store(source, encoder, cache("tokens"), console.message)
     )
+
+
+def picture_arguments(recipe: Recipe) -> dict[str, Any] | None:
+    """What encoders need to know of pictures, if rows have some."""
+    key, images = recipe.data.image_key, recipe.data.images
+    if key is None:
+        return None
+    return {
+        "model": str(model_directory(recipe.model.path)),
+        "cache": str(cache("tokens") / "pictures"),
+        "key": key,
+        "max_per_prompt": images.max_per_prompt,
+        "min_pixels": images.min_pixels,
+        "max_pixels": images.max_pixels,
+    }
 
 
 def cache(kind: str) -> Path:
@@ -276,6 +298,8 @@ def open_prompts(recipe: Recipe, tell: Callable[[str], None] | None = None) -> d
     """Training and, where the recipe has them, validation prompts; tokenised by whoever comes first."""
     data = recipe.data
     tokenizer = load_tokenizer(model_directory(recipe.model.path))
-    encoder = PromptEncoder(tokenizer, data.prompt_key, data.max_length, data.too_long)
+    encoder = PromptEncoder(
+        tokenizer, data.prompt_key, data.max_length, data.too_long, picture_arguments(recipe)
+    )
     sources = {TRAIN: data.train} | ({VALIDATION: data.validation} if data.validation else {})
     return {name: cached_store(source, encoder, cache("tokens"), tell) for name, source in sources.items()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from isotrain.data.preference import PreferenceEncoder
+from isotrain.recipe.data import DataSection
 from isotrain.recipe.preference import PreferenceSection, PrmSection, RmSection
-from isotrain.recipe.schema import DataSection
 
 
 def preference_encoder(

@@ -20,7 +20,8 @@ from isotrain.engine.build import Load, from_disk, place
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.state import start_optimizer_state
 from isotrain.engine.world import World
-from isotrain.models.packed import Backbone, shares_prompts
+from isotrain.models.attention import shares_prompts
+from isotrain.models.packed import Backbone
 from isotrain.models.weights import shard_of
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import OnlineSection

@@ -28,8 +28,8 @@ from isotrain.observe.metrics import read_metrics
 from isotrain.observe.mismatch_watch import METRIC as MISMATCH
 from isotrain.observe.mismatch_watch import MismatchWatch
 from isotrain.observe.spans import write_spans
+from isotrain.recipe.data import DataSection
 from isotrain.recipe.online import OnlineSection, PpoSection, RewardSection, RolloutSection
-from isotrain.recipe.schema import DataSection
 from isotrain.rollout.validation import validation_index, validation_sampling
 from isotrain.trainers.build import VALIDATION
 from isotrain.trainers.job import NARROW_HINT, Job

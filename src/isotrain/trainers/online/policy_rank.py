@@ -23,8 +23,8 @@ from isotrain.engine.engine import InferenceModel
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.world import open_store
 from isotrain.errors import RolloutError
+from isotrain.models.attention import shares_prompts
 from isotrain.models.lora import adapters_off
-from isotrain.models.packed import shares_prompts
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.observe.spans import SpanLog, rank_name, spanned

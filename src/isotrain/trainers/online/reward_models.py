@@ -19,7 +19,7 @@ from isotrain.data.preference import join_steps, split_steps
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.engine import InferenceModel
 from isotrain.engine.scores import StepScores, score_samples, score_steps
-from isotrain.models.packed import shares_prompts
+from isotrain.models.attention import shares_prompts
 
 
 class RewardModel(Protocol):

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from isotrain.engine.engine import TrainingEngine
+from isotrain.models.attention import is_padded
 from isotrain.models.config import text_config
-from isotrain.models.packed import is_padded
 from isotrain.tools.probes.layer_trace import plain_name, write_record
 from isotrain.tools.probes.score_tests.families import (
     UnknownError,
