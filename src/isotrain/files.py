@@ -60,19 +60,13 @@ def _open(name: str, flags: int) -> int:
     return descriptor
 
 
-def parse_json(
-    data: bytes | str,
-    *,
-    constants: Callable[[str], Any] | None = None,
-    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
-) -> Any:
+def parse_json(data: bytes | str, *, constants: Callable[[str], Any] | None = None) -> Any:
     """The content of JSON text; a ValueError for anything else, also where it is nested too deeply.
 
-    `constants` is called with `NaN`, `Infinity` and `-Infinity`, which Python would accept; `pairs` with the
-    fields of each object.
+    `constants` is called with `NaN`, `Infinity` and `-Infinity`, which Python would accept.
     """
     try:
-        content = json.loads(data, parse_constant=constants, object_pairs_hook=pairs)
+        content = json.loads(data, parse_constant=constants)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     # Mostly there are too few brackets for it, which is known without a walk through the content.

@@ -192,7 +192,6 @@ def test_every_field_is_needed_and_no_other_is_known(tmp_path: Path) -> None:
         (("curves", "train/loss", "candidate"), [1.0], "not every run has a value"),
         (("curves", "train/loss", "candidate"), ["1.0"] * 12, "curves.train/loss.candidate.0"),
         (("curves", "train/loss", "candidate"), [True] * 12, "curves.train/loss.candidate.0"),
-        (("curves", "train/loss", "candidate"), [1] * 12, "1 stands for 1.0"),
         (("levels",), [], "levels: are not P0, P1"),
         (("outcome", "verdict"), "good", "outcome.verdict"),
         (("recipe", "rollout"), {"engine": "other"}, "engine"),
@@ -222,16 +221,10 @@ def test_wrong_values_are_told_by_field(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "not the JSON"),
-        (b"\xff\xfe", "not the JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
         (b"[]", "not a JSON object"),
-        (b'{"a": 1, "a": 1}', "comes twice"),
-        (b'{"a": {"b": 1, "b": 2}}', "comes twice"),
-        (b'{"a": NaN}', "NaN is not a number"),
-        (b'{"a": -Infinity}', "-Infinity is not a number"),
-        (b'{"a": 1e400}', "not the JSON"),
-        (b'{"a": "\\ud800"}', "not the JSON"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "not the JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"),
         (b'{"a": ' * 100_000, "nested too deeply"),
         (b'{"recipe": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}", "nested more than 100"),
         (b'{"digest": "%s"}' % (b"a" * 64), "and 12 more"),
@@ -245,6 +238,17 @@ def test_refuses_hostile_files(tmp_path: Path, data: bytes, message: str) -> Non
     with pytest.raises(DataError, match=message) as error:
         read_certificate(path)
     assert str(path) in str(error.value) and len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [("1e400", "finite number"), ("NaN", "finite number"), ('"\\ud800"', "printed")]
+)
+def test_refuses_what_no_digest_is_over(tmp_path: Path, text: str, value: str, message: str) -> None:
+    """Among what a run recorded of itself, where any JSON may stand."""
+    path = tmp_path / "c.json"
+    path.write_text(text.replace('"count": 8', f'"count": {value}'))
+    with pytest.raises(DataError, match=message):
+        read_certificate(path)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

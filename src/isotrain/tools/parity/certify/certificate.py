@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -26,7 +26,6 @@ from pydantic import (
 )
 
 from isotrain.errors import CertificateError, DataError
-from isotrain.files import parse_json
 from isotrain.observe.run_directory import write_atomically
 from isotrain.tools.parity.compare.effects import Answer
 from isotrain.tools.parity.devices import device_label, is_simulated, mesh_words, slug
@@ -60,31 +59,6 @@ def canonical(content: Any) -> bytes:
 
 def digest_of(content: Any) -> str:
     return hashlib.sha256(canonical(content)).hexdigest()
-
-
-def strict_object(data: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object in which no key comes twice and every number is finite."""
-    try:
-        content = parse_json(data.decode(), constants=_refuse_constant, pairs=_once)
-        canonical(content)  # 1e400 is JSON for infinity, and half a surrogate pair is no text
-    except ValueError as error:
-        raise DataError(f"{path}: not the JSON of isotrain ({clipped(str(error), 120)})") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: not a JSON object")
-    return content
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in content:
-            raise ValueError(f"the key {clipped(name)} comes twice")
-        content[name] = value
-    return content
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
 
 
 def printable(text: str) -> str:
@@ -388,14 +362,11 @@ def write_certificate(directory: Path, certificate: Certificate) -> Path:
 
 def read_certificate(path: Path) -> Certificate:
     """The certificate in a file from a stranger, or a `DataError` that names the field."""
-    content = strict_object(Source(path).whole(MAX_BYTES), path)
+    content = Source(path).json_object(MAX_BYTES)
     try:
         certificate = Certificate.model_validate(content)
     except ValidationError as error:
         raise DataError(f"{path}: {problems_of(error)}") from error
-    # A whole number where a float belongs would be another text with another digest.
-    if canonical(content) != canonical({**certificate.content(), "digest": certificate.digest}):
-        raise DataError(f"{path}: not spelled as isotrain spells it: fields are missing, or 1 stands for 1.0")
     if certificate.digest != digest_of(certificate.content()):
         raise DataError(f"{path}: digest: does not fit the content, which was changed after it was made")
     if not certificate.certifies:
