@@ -39,6 +39,20 @@ def test_an_honest_engine_is_not_accused(measured: Path, seed: int) -> None:
 
 
 @pytest.mark.heavy
+def test_rounding_of_bfloat16_hides_no_fault(tiny: Path, tmp_path: Path) -> None:
+    """Each of them is larger than the rounding, and its two ends agree."""
+    cases = ["stale tensor", "wrong rope in one layer", "template off by one"]
+    mismatch_causes.measure_all(tmp_path, tiny / "model", "hf", cases, 1, "bfloat16")
+    for case in cases:
+        result = mismatch_causes.judge(tmp_path, case, "bfloat16")
+        assert result["largest"] == result["cause"] and result["part"] > 0.8, result
+        assert abs(result["ends"][0] - result["ends"][1]) < 0.1 and result["rest"] < 0.05, result
+        assert result["outcome"] == "fault" and len(result["faults"]) == 1, result
+    honest = mismatch_causes.judge(tmp_path, "honest 0", "bfloat16")
+    assert honest["outcome"] == "explained" and honest["largest"] == "dtype", honest
+
+
+@pytest.mark.heavy
 def test_routes_of_a_mixture(tmp_path: Path) -> None:
     model = mismatch_causes.model_directory("mixture", tmp_path)
     mismatch_causes.measure_all(tmp_path, model, "hf", ["routing"], 1, "float32")

@@ -70,7 +70,7 @@ def test_a_fault_is_named(changes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rest": 0.005}, "is left"),
+        ({"rest": 0.006}, "is left"),
         ({"rest": -0.005}, "is left"),
         ({"sequences": 3}, "too few"),
         ({"tokens": 5}, "too few"),

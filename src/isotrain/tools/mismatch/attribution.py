@@ -1,11 +1,11 @@
 """Shares of the causes in a mismatch, from experiments that remove the causes one at a time.
 
 An experiment gives the difference `trainer - engine` of each token's log-prob while some causes are removed.
-Along an order of the causes these differences change step by step, so the steps add up to the whole, token by
-token. The share of a cause is its steps' part of the mean absolute difference: `mean(sign(d) * step)`, where
-`d` is the difference with all causes there. It is linear, so shares add up exactly; for independent causes of
-normal differences it is the share in the variance. A step depends on what was removed before it: the order is
-walked from both ends, and a cause whose two steps disagree is called shared.
+Along an order of the causes their mean square falls step by step, so the steps add up to the whole. The
+share of a cause is its step's part of it; for independent causes that is the share in the variance. In low
+precision each experiment rounds anew: squares then stay what they were, while the differences themselves are
+others, and a linear measure would count the old rounding as removed. A step depends on what was removed
+before it: the order is walked from both ends, and a cause whose two steps disagree is called shared.
 
 R: sequences, N: tokens of a sequence.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,10 @@ FEWEST_SEQUENCES = 4
 
 @dataclass(frozen=True)
 class Share:
-    """Nats per token that are due to a cause; `low` to `high` is a 95 % interval over sequences."""
+    """Nats per token that are due to a cause: its part of the squares, of the mean absolute difference.
+
+    `low` to `high` is a 95 % interval over sequences.
+    """
 
     cause: str
     nats: float
@@ -82,30 +86,29 @@ def needed(order: Sequence[str]) -> list[Removed]:
 def attribute(experiments: Experiments, order: Sequence[str], *, seed: int = 0) -> Attribution:
     """The shares of the causes of `order`, and the rest that is left when all are removed."""
     whole = experiments[frozenset()]
-    signs = [np.sign(d_N) for d_N in whole]
     counts_R = np.array([len(d_N) for d_N in whole], float)
+    absolute_R = np.array([np.abs(d_N).sum() for d_N in whole])
     tokens = int(counts_R.sum())
-
-    def projected(values: Sequence[Array]) -> Array:
-        """Of each sequence, the sum of its values with the sign of the whole difference."""
-        return np.array([float(sign_N @ value_N) for sign_N, value_N in zip(signs, values, strict=True)])
-
-    sums = {removed: projected(experiments[removed]) for removed in needed(order)}
-    first = {cause: sums[before] - sums[after] for cause, before, after in steps(order)}
-    last = {cause: sums[before] - sums[after] for cause, before, after in steps(order[::-1])}
+    if not tokens:
+        return Attribution(0.0, (), Share(REST, 0.0, 0.0, 0.0, 0.0, 0.0, False), len(whole), 0)
+    squares = {removed: np.array([d_N @ d_N for d_N in experiments[removed]]) for removed in needed(order)}
+    first = {cause: squares[before] - squares[after] for cause, before, after in steps(order)}
+    last = {cause: squares[before] - squares[after] for cause, before, after in steps(order[::-1])}
     draws = np.random.default_rng(seed).integers(0, len(whole), (DRAWS, len(whole)))
-    total = float(sums[frozenset()].sum()) / tokens if tokens else 0.0
+    total = float(absolute_R.sum()) / tokens
+
+    def nats(part_R: Array, rows: Any = slice(None)) -> Any:
+        """A part of the squares in nats per token, over some sequences."""
+        per_token = absolute_R[rows].sum(-1) / counts_R[rows].sum(-1)
+        whole = squares[frozenset()][rows].sum(-1)
+        return part_R[rows].sum(-1) * per_token / np.where(whole == 0, 1.0, whole) * (whole != 0)
 
     def share(cause: str, first_R: Array, last_R: Array) -> Share:
-        mean_R = (first_R + last_R) / 2
-        drawn = mean_R[draws].sum(axis=1) / counts_R[draws].sum(axis=1)
-        low, high = np.quantile(drawn, [0.025, 0.975])
-        ends = float(first_R.sum()) / tokens, float(last_R.sum()) / tokens
+        low, high = np.quantile(nats((first_R + last_R) / 2, draws), [0.025, 0.975])
+        ends = float(nats(first_R)), float(nats(last_R))
         apart = abs(ends[0] - ends[1]) > SHARED * total
         return Share(cause, sum(ends) / 2, float(low), float(high), *ends, shared=bool(apart))
 
-    if not tokens:
-        return Attribution(0.0, (), Share(REST, 0.0, 0.0, 0.0, 0.0, 0.0, False), len(whole), 0)
-    left_R = sums[frozenset(order)]
+    left_R = squares[frozenset(order)]
     shares = tuple(share(cause, first[cause], last[cause]) for cause in order)
     return Attribution(total, shares, share(REST, left_R, left_R), len(whole), tokens)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from isotrain.children import die_with_parent
@@ -32,16 +32,17 @@ from isotrain.rollout.build import build_rollout
 from isotrain.rollout.hf import HfEngine, left_padded
 from isotrain.tools.mismatch.job import (
     COMPARED,
-    INSIDE,
     SEQUENCES,
     TENSORS,
     Job,
     first_rows,
+    inside_file,
     pass_file,
     read,
     write,
 )
 from isotrain.tools.mismatch.passes import Forced, Inside, Pass, Sequence_, Side, conventions, looking
+from isotrain.weights.file import write_update
 
 
 def module_names(directory: Path) -> list[str]:
@@ -173,8 +174,17 @@ class HfSide(Side):
         return {"attention_mask": mask_BS.to(device), "position_ids": positions_BS.to(device)}
 
 
+def take_tensors(side: Side, job: Job, process: str, wrong: Mapping[str, torch.Tensor]) -> None:
+    """Give the engine the checkpoint's tensors but for the wrong ones: a fault is no matter of the type."""
+    files, dtype = WeightFiles(job.directory), "float32" if process == "float32" else job.dtype
+    tensors = ((n, wrong.get(n, files.whole(n)).to(getattr(torch, dtype))) for n in files.file_of)
+    side.engine.update_weights(write_update(tensors, side.engine.version + 1))
+
+
 def measure(job: Job, work: Path, side: Side, process: str) -> None:
     """All that a process has to tell, written to `work`."""
+    if process != "given" and (wrong := load_file(work / TENSORS)):
+        take_tensors(side, job, process, wrong)
     if process == "given" and job.prompts:
         write(work / SEQUENCES, first_rows(side.sample(job.prompts, job.rollout.n)))
     sequences = read(work / SEQUENCES, Sequence_)
@@ -184,12 +194,11 @@ def measure(job: Job, work: Path, side: Side, process: str) -> None:
         write(pass_file(work, process, way), side.force(way, sequences))
     if process == "given":
         compare_weights(work, job.directory, side.tensors(), job.dtype)
-    # A quantised cache is a cause of its own: attention is looked at without it.
-    if process == ("plain" if job.quantised else "given"):
+    if process in (job.looked_into, "float32"):
         inside = side.look_inside(sequences, module_names(job.directory)).tensors()
         rows = sum(len(s.tokens_T) for s in sequences)
         # Without a row for each token there is nothing to compare.
-        save_file({name: t for name, t in inside.items() if len(t) == rows}, work / INSIDE)
+        save_file({name: t for name, t in inside.items() if len(t) == rows}, inside_file(work, process))
 
 
 if __name__ == "__main__":

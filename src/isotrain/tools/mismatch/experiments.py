@@ -24,7 +24,7 @@ from isotrain.models.config import chosen_experts, model_end_tokens
 from isotrain.models.files import load_tokenizer
 from isotrain.tools.mismatch.attribution import Array, Removed, needed
 from isotrain.tools.mismatch.causes import ORDER, ROUNDING
-from isotrain.tools.mismatch.job import COMPARED, INSIDE, SEQUENCES, TENSORS, Job, pass_file, read
+from isotrain.tools.mismatch.job import COMPARED, SEQUENCES, TENSORS, Job, inside_file, pass_file, read
 from isotrain.tools.mismatch.passes import (
     CONVENTIONS,
     Convention,
@@ -82,7 +82,8 @@ class Bench:
         self.findings = Findings(**json.loads((work / COMPARED).read_text(encoding="utf-8")))
         self.sequences = read(work / SEQUENCES, Sequence_)
         self.reported = [s.logp_N.astype(np.float64) for s in self.sequences]
-        self.tensors, self.inside = load_file(work / TENSORS), Inside.from_tensors(load_file(work / INSIDE))
+        self.tensors = load_file(work / TENSORS)
+        self.inside = self.inside_in(job.dtype)
         self._forced: dict[tuple[str, Pass], list[Forced]] = {}
         self._trainers: dict[str, Trainer] = {}
         self._hidden: dict[Any, tuple[list[torch.Tensor], torch.Tensor]] = {}
@@ -95,6 +96,10 @@ class Bench:
         """Over the tokens that the policy wrote: nothing is reported of the others."""
         apart = [np.abs(x - y)[s.mask_N] for x, y, s in zip(a, b, self.sequences, strict=True)]
         return float(by(np.concatenate(apart)))
+
+    def inside_in(self, dtype: str) -> Inside:
+        process = self.job.looked_into if dtype == self.job.dtype else "float32"
+        return Inside.from_tensors(load_file(inside_file(self.work, process)))
 
     def forced(self, process: str, way: Pass) -> list[Forced]:
         if (process, way) not in self._forced:
@@ -133,11 +138,11 @@ class Bench:
             for h_ND, s in zip(hidden, sequences or self.sequences, strict=True)
         ]
 
-    def trained(self, removed: Removed, convention: Convention) -> list[Array]:
-        """The trainer's log-probs with what is removed."""
+    def trained(self, removed: Removed, convention: Convention, variant: bool = False) -> list[Array]:
+        """The trainer's log-probs with what is removed; `variant`: of the tokens that the engine had."""
         dtype = "float32" if "dtype" in removed else self.job.dtype
         # An engine that is given tokens has those of the recording.
-        with_variant = bool("ids" in removed and self.variant and not removed & _ENGINE_CAUSES)
+        with_variant = variant or bool("ids" in removed and self.variant and not removed & _ENGINE_CAUSES)
         sequences = self.variant if with_variant else self.sequences
         changes = removed & {"weights", "routing", "module"}
         if (key := (dtype, with_variant, changes)) not in self._hidden:
@@ -145,11 +150,12 @@ class Bench:
             with ExitStack() as stack:
                 if "weights" in changes:
                     stack.enter_context(trainer.with_weights(self.tensors))
+                inside = self.inside_in(dtype) if changes & {"routing", "module"} else self.inside
                 if "routing" in changes:
-                    stack.enter_context(trainer.with_routes(self.inside))
-                    stack.enter_context(trainer.with_outputs(self.inside, self.findings.routers))
+                    stack.enter_context(trainer.with_routes(inside))
+                    stack.enter_context(trainer.with_outputs(inside, self.findings.routers))
                 if "module" in changes:
-                    stack.enter_context(trainer.with_outputs(self.inside, self.findings.modules))
+                    stack.enter_context(trainer.with_outputs(inside, self.findings.modules))
                 hidden, weight_VD = trainer.hidden(sequences)
                 self._hidden[key] = hidden, weight_VD.clone()
         return self.by_head(*self._hidden[key], removed, convention, sequences)
@@ -170,7 +176,7 @@ class Bench:
             logps = self.own(way, process)
         else:
             hidden = [torch.from_numpy(f.hidden_ND) for f in self.forced(process, way)]
-            logps = self.by_head(hidden, self._head(), removed, self.findings.convention)
+            logps = self.by_head(hidden, self._head("dtype" in removed), removed, self.findings.convention)
         # What forcing the recorded tokens has removed with them, while it is still to be there.
         offsets = [np.zeros(len(logp_N)) for logp_N in logps]
 
@@ -182,7 +188,9 @@ class Bench:
         if cached:  # only decoding together, as it samples, has the cached prefixes
             add(self.own(CACHED), self.own(TOGETHER), everywhere)
         if self._is_there("ids", removed) and self.variant:
-            sampled, recorded = (self.trained(r, CONVENTIONS[0]) for r in (frozenset({"ids"}), NOTHING))
+            # In the types of the experiment: others would add their rounding.
+            types = removed & {"dtype", "head"}
+            sampled, recorded = (self.trained(types, CONVENTIONS[0], other) for other in (True, False))
             add(sampled, recorded, everywhere)
         if self._is_there("recording", removed):
             add(self.reported, self.repeated, everywhere)
@@ -193,13 +201,14 @@ class Bench:
     def _is_there(self, cause: str, removed: Removed) -> bool:
         return cause in self.findings.active and cause not in removed
 
-    def _head(self) -> torch.Tensor:
+    def _head(self, float32: bool) -> torch.Tensor:
         """The engine's head: the checkpoint's, unless its tensors differ."""
         stored = "lm_head.weight" not in self.findings.unread
         stale = self.tensors.get("lm_head.weight" if stored else "model.embed_tokens.weight")
         if stale is not None:
             return stale
-        weight: torch.Tensor = self.trainer(self.job.dtype).pretrained.get_output_embeddings().weight
+        trainer = self.trainer("float32" if float32 else self.job.dtype)
+        weight: torch.Tensor = trainer.pretrained.get_output_embeddings().weight
         return weight.detach().cpu()
 
 
@@ -293,16 +302,19 @@ def _look_for_ids(bench: Bench, allowed: float) -> None:
 
 
 def _look_into_modules(bench: Bench) -> None:
-    findings, inside, dtype = bench.findings, bench.inside, bench.job.dtype
-    if not inside.inputs:
+    """In the type of the model, and in float32, where rounding hides no mistake of the code."""
+    findings = bench.findings
+    if not bench.inside.inputs:
         return
-    float32 = bench.trainer("float32").given_inputs(bench.sequences, inside)
-    same = float32 if dtype == "float32" else bench.trainer(dtype).given_inputs(bench.sequences, inside)
-    findings.modules_compared = len(float32.outputs.keys() & same.outputs.keys() & inside.outputs.keys())
-    findings.routers = wrong_modules(inside.routers, same.routers, float32.routers, dtype)
-    wrong = wrong_modules(inside.outputs, same.outputs, float32.outputs, dtype)
+    for dtype in dict.fromkeys((bench.job.dtype, "float32")):
+        inside = bench.inside_in(dtype)
+        float32 = bench.trainer("float32").given_inputs(bench.sequences, inside)
+        same = float32 if dtype == "float32" else bench.trainer(dtype).given_inputs(bench.sequences, inside)
+        findings.modules_compared = len(float32.outputs.keys() & same.outputs.keys() & inside.outputs.keys())
+        findings.routers |= wrong_modules(inside.routers, same.routers, float32.routers, dtype)
+        findings.modules |= wrong_modules(inside.outputs, same.outputs, float32.outputs, dtype)
     # What follows from other routes is no mistake of the experts.
-    findings.modules = {name: error for name, error in wrong.items() if name not in findings.routers}
+    findings.modules = {n: error for n, error in findings.modules.items() if n not in findings.routers}
 
 
 def _route_changes(bench: Bench) -> float:

@@ -60,6 +60,11 @@ class Job:
         changed = {"plain": self.quantised, "float32": self.dtype != "float32"}
         return ["given", *(name for name, there in changed.items() if there)]
 
+    @property
+    def looked_into(self) -> str:
+        """The process whose modules are compared: a quantised cache is a cause of its own."""
+        return "plain" if self.quantised else "given"
+
     def write(self, work: Path) -> None:
         (work / "job.json").write_bytes(TypeAdapter(Job).dump_json(self))
 
@@ -78,9 +83,13 @@ def first_rows(sequences: Sequence[Sequence_]) -> list[Sequence_]:
     return list(sequences[: max(1, int((rows <= MOST_ROWS).sum()))])
 
 
-SEQUENCES, INSIDE = "sequences.npz", "inside.safetensors"
+SEQUENCES = "sequences.npz"
 # The engine's tensors that are not those of the checkpoint, and the names and number of the others.
 TENSORS, COMPARED = "weights.safetensors", "weights.json"
+
+
+def inside_file(work: Path, process: str) -> Path:
+    return work / f"inside-{process}.safetensors"
 
 
 def pass_file(work: Path, process: str, way: Pass) -> Path:

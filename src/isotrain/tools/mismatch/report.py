@@ -39,8 +39,9 @@ def table(diagnosis: Diagnosis) -> list[Row]:
 def effect_lines(effect: Effect) -> Iterator[str]:
     """Answers to "did it matter"."""
     yield tr(
-        "Effective sample size: {tokens} of the tokens, {sequences} of the sequences; {clipped} of the "
-        "tokens have weights beyond 2.",
+        "Effective sample size: {tokens} of the tokens, {sequences} of the sequences; importance weights of "
+        "tokens have a standard deviation of {spread}, {clipped} of them are beyond 2.",
+        spread=f"{effect.spread:.2g}",
         tokens=percent(effect.token_samples),
         sequences=percent(effect.sequence_samples),
         clipped=f"{100 * effect.clipped:.2g} %",
