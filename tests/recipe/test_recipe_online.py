@@ -391,14 +391,6 @@ NO_PART = (
             ],
         ),
         (
-            GRPO.replace("{path: c}", "{path: c, head_dtype: float32}")
-            + PARTS.replace("n: 4", "n: 4\n  engine: sglang"),
-            [
-                "r.yaml:3: model.head_dtype (float32) cannot be used with rollout.engine sglang, whose head "
-                "computes in model.dtype: set engine: vllm or hf, or remove head_dtype"
-            ],
-        ),
-        (
             GRPO + "  rollout_correction: {reject: {seq_mean: 2}}\n" + PARTS,
             [
                 "r.yaml:7: 'algorithm.rollout_correction.reject' is a section; expected a section of numbers "

@@ -62,7 +62,7 @@ Start = Callable[..., SglangEngine]
 def start(tiny: Path, recorder: Recorder) -> Iterator[Start]:
     started: list[SglangEngine] = []
 
-    def begin(device_type: str = "npu", **section: Any) -> SglangEngine:
+    def begin(device_type: str = "npu", head_float32: bool = False, **section: Any) -> SglangEngine:
         engine = build_rollout(
             RolloutSection(engine="sglang", max_tokens=6, **section),
             str(tiny / "model"),
@@ -71,6 +71,7 @@ def start(tiny: Path, recorder: Recorder) -> Iterator[Start]:
             max_prompt=20,
             seed=3,
             name="engine 7",
+            head_float32=head_float32,
         )
         assert isinstance(engine, SglangEngine)
         started.append(engine)
@@ -141,13 +142,20 @@ def test_starts_the_server_for_other_devices(
 ) -> None:
     monkeypatch.setenv("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050")  # the user's own stays
     monkeypatch.setenv("HF_TOKEN", "secret")
-    start(tensor_parallel=2, eager=False)
+    start(tensor_parallel=2, eager=False, head_float32=True)
     began = recorder.start()
     assert "HF_TOKEN" not in began["environment"]
     assert began["environment"]["HCCL_NPU_SOCKET_PORT_RANGE"] == "61000-61050"
     assert began["options"]["tp-size"] == "2"
     assert not any("graph" in option for option in began["options"])
-    assert "attention-backend" not in sglang._options("cuda", eager=True)
+    assert began["options"]["enable-fp32-lm-head"] == "true"
+    plain = sglang._options("cuda", eager=True, head_float32=False)
+    assert not {"attention-backend", "enable-fp32-lm-head"} & plain.keys()
+
+
+def test_refuses_a_float32_head_on_a_cpu(start: Start) -> None:
+    with pytest.raises(RolloutError, match="packed for AMX"):
+        start("cpu", head_float32=True)
 
 
 def test_on_the_host_the_cache_has_a_size_of_its_own(start: Start, recorder: Recorder) -> None:

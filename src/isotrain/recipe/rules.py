@@ -32,7 +32,6 @@ def broken_rules(
     batch_size: int,
     max_prompt: int,
     token_budget: int,
-    head_dtype: str,
     other_layers: str | None = None,
 ) -> Iterator[str]:
     """One line for each rule that an online recipe breaks, with the keys to change.
@@ -44,12 +43,6 @@ def broken_rules(
     yield from _controller(algorithm.kl, batch_size * rollout.n)
     yield from _devices(ranks, rollout, cluster)
     yield from _rewards(algorithm, reward)
-    if head_dtype != "model" and rollout.engine == "sglang":
-        yield tr(
-            "model.head_dtype ({dtype}) cannot be used with rollout.engine sglang, whose head computes in "
-            "model.dtype: set engine: vllm or hf, or remove head_dtype",
-            dtype=head_dtype,
-        )
     if rollout.exact:
         yield from _exact(rollout, other_layers)
     if algorithm.router_replay != "disabled":

@@ -401,7 +401,6 @@ class Recipe(Section):
                 batch_size=self.data.batch_size,
                 max_prompt=self.data.max_length,
                 token_budget=self.data.tokens_per_micro_batch,
-                head_dtype=self.model.head_dtype,
                 other_layers="lora" if self.model.lora.rank else "compile" if self.model.compile else None,
             )
             if text := listed(problems, "\n"):

@@ -156,9 +156,18 @@ def _vllm(plan: EngineArguments) -> RolloutEngine:
 def _sglang(plan: EngineArguments) -> RolloutEngine:
     from isotrain.rollout.sglang import SglangEngine
 
+    if plan.head_float32 and plan.device.type == "cpu":
+        raise RolloutError(
+            "model.head_dtype (float32): on a CPU, SGLang's float32 head multiplies weights that were packed "
+            "for AMX, as if they were not; set rollout.engine: vllm or hf, or remove head_dtype"
+        )
     max_length = plan.room(8)  # it cuts responses 2 before the end, and refuses prompts of the last 7
     return SglangEngine(
-        plan.directory, max_length=max_length, python=plan.rollout.server_python, **plan.server
+        plan.directory,
+        max_length=max_length,
+        python=plan.rollout.server_python,
+        head_float32=plan.head_float32,
+        **plan.server,
     )
 
 

@@ -89,6 +89,7 @@ class SglangEngine:
         eager: bool = True,
         update_timeout: float = 300.0,
         config_changes: Mapping[str, int] | None = None,
+        head_float32: bool = False,
     ) -> None:
         self.name, self.version, self._timeout = name, 0, update_timeout
         self._unusable, self._lost, self._running, self._asleep = "", "", False, False
@@ -101,7 +102,7 @@ class SglangEngine:
         self._shapes = published_shapes(model, tensors | dict(model.named_parameters(remove_duplicate=False)))
         self._directory = Path(tempfile.mkdtemp(prefix="sglang-", dir=private_directory()))
         port, key = free_port(), secrets.token_hex(32)
-        chosen = _options(device_type, eager)
+        chosen = _options(device_type, eager, head_float32)
         self.settings = {option: value or "on" for option, value in chosen.items()}
         options = chosen | {
             "model-path": str(directory.absolute()),
@@ -364,7 +365,7 @@ def _environment(device_type: str) -> dict[str, str]:
     return {**defaults, **child_environment(os.environ), **FIXED}
 
 
-def _options(device_type: str, eager: bool) -> dict[str, str]:
+def _options(device_type: str, eager: bool, head_float32: bool) -> dict[str, str]:
     """Options of every server on such a device; a flag has no value."""
     options = {
         "device": device_type,
@@ -379,6 +380,8 @@ def _options(device_type: str, eager: bool) -> dict[str, str]:
     }
     if eager:
         options |= {"cuda-graph-backend-decode": "disabled", "cuda-graph-backend-prefill": "disabled"}
+    if head_float32:
+        options["enable-fp32-lm-head"] = ""
     if device_type != "cpu":  # the host frees nothing by sleeping
         options["enable-memory-saver"] = ""
     if device_type in ATTENTION:

@@ -132,7 +132,7 @@ OF_ALL_REQUESTS = "BaseReq"
 # Options of a server's command line: fields of any class there. Newer versions have them in several files.
 OPTIONS = {
     "sglang": {
-        *(option.replace("-", "_") for option in _options("cuda", True)),
+        *(option.replace("-", "_") for option in _options("cuda", True, True)),
         *("model_path", "host", "port", "dtype", "tp_size", "context_length", "random_seed"),
         *("max_total_tokens", "mem_fraction_static", "json_model_override_args"),
     }
