@@ -21,9 +21,9 @@ def table_row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def page_command(module: str, render: Callable[[], str], arguments: Sequence[str] | None = None) -> int:
-    """Write or check a generated page, as `python -m module` does; returns its exit code."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+def page_command(command: str, render: Callable[[], str], arguments: Sequence[str] | None = None) -> int:
+    """Write or check a generated page, as `command` does; returns its exit code."""
+    parser = argparse.ArgumentParser(prog=command)
     parser.add_argument("path", type=Path, help="the page to write")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
     options = parser.parse_args(arguments)
@@ -161,7 +161,7 @@ def _shown(value: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return page_command("isotrain.recipe.reference", render, arguments)
+    return page_command("python -m isotrain.recipe.reference", render, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the page of stacks from the matrix and the rules: `python -m isotrain.tools.doctor.page PATH`."""
+"""Write the page of stacks from the matrix and the rules: `python docs/tools/stacks_page.py PATH`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAD = """# Stacks
 
 Which versions work together, and which problems are known. This page is generated from
 `matrix.yaml` and `rules.yaml` in `src/isotrain/tools/doctor` by
-`python -m isotrain.tools.doctor.page docs/stacks.md`; `isotrain doctor` compares a machine with
+`python docs/tools/stacks_page.py docs/stacks.md`; `isotrain doctor` compares a machine with
 them. How to install is in [ascend.md](ascend.md).
 
 **No row for Ascend or CUDA is verified: isotrain has not run on such hardware yet.** `published` means that
@@ -97,4 +97,4 @@ def _rules() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(page_command("isotrain.tools.doctor.page", render))
+    sys.exit(page_command("python docs/tools/stacks_page.py", render))

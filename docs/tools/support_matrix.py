@@ -1,4 +1,4 @@
-"""Write the support matrix from certificates: `python -m isotrain.tools.parity.report.matrix_page PATH`."""
+"""Write the support matrix from certificates: `python docs/tools/support_matrix.py PATH`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from isotrain.tools.parity.certify.signing import Signature, signature_of
 from isotrain.tools.parity.devices import uses_ring
 from isotrain.tools.parity.levels.level import LEVELS
 
-CERTIFICATES = Path(__file__).parents[5] / "certificates"
+CERTIFICATES = Path(__file__).parents[2] / "certificates"
+_PUBLISHED = Path(__file__).with_name("published_figures.yaml")
 
 _HEAD = """# Support matrix
 
@@ -28,7 +28,7 @@ _HEAD = """# Support matrix
 Which pairs of devices have a certificate that they train the same, on what, with which error. No row is of an
 accelerator unless it names one. Every row is one file in [`certificates/`](../certificates); this page is
 generated from those files alone, by
-`python -m isotrain.tools.parity.report.matrix_page docs/support-matrix.md`. A row that is *claimed* has no
+`python docs/tools/support_matrix.py docs/support-matrix.md`. A row that is *claimed* has no
 signature of a [trusted signer](../src/isotrain/tools/parity/trusted_signers): anyone can write such a file.
 
 **A simulated device exercises code paths, never the hardware's numerics.** Rows of one say *simulated*.
@@ -149,12 +149,7 @@ def _side(name: str, role: str, side: CertifiedSide) -> dict[str, str]:
 @functools.cache
 def published_figures() -> dict[str, Any]:
     """Loss errors that others state, and where."""
-    text = (
-        resources.files("isotrain.tools.parity")
-        .joinpath("published_figures.yaml")
-        .read_text(encoding="utf-8")
-    )
-    content = yaml.safe_load(text)
+    content = yaml.safe_load(_PUBLISHED.read_text(encoding="utf-8"))
     assert isinstance(content, dict)
     return content
 
@@ -207,7 +202,7 @@ def _cell(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None, directory: Path = CERTIFICATES) -> int:
     try:
-        return page_command("isotrain.tools.parity.report.matrix_page", lambda: render(directory), arguments)
+        return page_command("python docs/tools/support_matrix.py", lambda: render(directory), arguments)
     except IsotrainError as error:
         print(error, file=sys.stderr)
         return 1
