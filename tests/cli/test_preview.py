@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 
 from isotrain.cli.preview import preview
 from isotrain.data.prepare.tiny import make_tiny
+from isotrain.data.prepare.tiny_vision import draw_picture, make_tiny_vision
 from isotrain.errors import DataError
 
 RECIPE = """\
@@ -148,3 +151,20 @@ def test_a_command_shows_the_same_without_torch(
     assert told.returncode == 0 and "PyTorch" not in told.stderr, told.stderr
     preview(str(recipe), overrides, rows=1)
     assert told.stdout == capsys.readouterr().out != ""
+
+
+def test_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their size, where they are, and one placeholder with a number instead of all."""
+    monkeypatch.setenv("ISOTRAIN_CACHE", str(tmp_path / "cache"))
+    make_tiny_vision(tmp_path, train_rows=1, validation_rows=1)
+    (tmp_path / "a.png").write_bytes(draw_picture("digits", random.Random(0)))
+    row = {"prompt": [{"role": "user", "content": "<image>?"}], "completion": "123", "images": ["a.png"]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(root=tmp_path))
+    preview(str(path), ["data.image_key=images"], 1)
+    out = capsys.readouterr().out
+    assert "picture 1: 56 x 56 pixels, 4 x 4 patches, tokens 7 to 10\n" in out
+    assert "<|vision_start|>│<|image_pad|>x4│<|vision_end|>" in out and out.count("<|image_pad|>") == 1

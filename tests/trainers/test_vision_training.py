@@ -23,7 +23,7 @@ from isotrain.errors import RecipeError
 from isotrain.models.files import load_tokenizer
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import ModelSection, Recipe
-from isotrain.trainers.build import picture_arguments
+from isotrain.trainers.encoder import picture_arguments
 from isotrain.trainers.launch import launch
 from support import stable_metrics, tiny_recipe
 from vision_models import FAMILIES, coloured, make_vlm

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from isotrain.data.items import Sample
+    from isotrain.data.pictures import Picture
     from isotrain.data.rows import Row
     from isotrain.recipe.online import RewardSection
     from isotrain.recipe.preference import PreferenceSection
@@ -67,10 +69,17 @@ def _hide_torch() -> None:
 
 def _preview_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
     from isotrain.data.encode import Encoder
+    from isotrain.trainers.encoder import picture_arguments
 
     data, console = recipe.data, rich_console()
     encoder = Encoder(
-        tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
+        tokenizer,
+        data.format,
+        data.prompt_key,
+        data.completion_key,
+        data.max_length,
+        data.too_long,
+        picture_arguments(recipe),
     )
     shown: list[Sample] = []
 
@@ -115,19 +124,24 @@ def _preview_preferences(
 def _preview_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
     """Each prompt up to the start of the response, and the reference answer of its row."""
     from isotrain.data.encode import PromptEncoder
+    from isotrain.trainers.encoder import picture_arguments
 
     data, reward, console = recipe.data, recipe.reward, rich_console()
     assert reward is not None, "recipes of online algorithms have one"
-    encoder = PromptEncoder(tokenizer, data.prompt_key, data.max_length, data.too_long)
+    encoder = PromptEncoder(
+        tokenizer, data.prompt_key, data.max_length, data.too_long, picture_arguments(recipe)
+    )
     lengths: list[int] = []
 
     def show(row: Row) -> bool:
-        prompt_P = encoder(row)
-        if prompt_P is None:
+        prompts = encoder.values(row)
+        if not prompts:
             return False
-        lengths.append(len(prompt_P))
-        console.print(Text(f"{row.origin}: {len(prompt_P):,} tokens", style="bold"), soft_wrap=True)
-        pieces = [_visible(piece) for piece in token_texts(tokenizer, prompt_P.tolist())]
+        tokens, pictures = prompts[0].tokens_P.tolist(), prompts[0].pictures
+        lengths.append(len(tokens))
+        console.print(Text(f"{row.origin}: {len(tokens):,} tokens", style="bold"), soft_wrap=True)
+        _print_pictures(console, pictures)
+        pieces = [piece for piece in _pieces(tokenizer, tokens, pictures) if piece]
         console.print(Text(_joined(pieces).rstrip("\n")), soft_wrap=True)
         console.print(_answer(row, reward), soft_wrap=True)
         console.print()
@@ -159,7 +173,28 @@ def _show_rows(recipe: Recipe, rows: int, show: Callable[[Row], bool], nothing: 
 
 def _print_sample(console: Console, title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
     console.print(Text(title, style="bold"), soft_wrap=True)
+    _print_pictures(console, sample.pictures)
     console.print(_as_text(sample, tokenizer, _coloured(console)), soft_wrap=True)
+
+
+def _print_pictures(console: Console, pictures: Sequence[Picture]) -> None:
+    for number, picture in enumerate(pictures, 1):
+        _, rows, columns = picture.grid
+        side = math.isqrt(picture.patches_PD.shape[1] // 3)
+        text = (
+            f"picture {number}: {columns * side} x {rows * side} pixels, {columns} x {rows} patches, "
+            f"tokens {picture.start:,} to {picture.stop - 1:,}"
+        )
+        console.print(Text(text, style=_NO_LOSS), soft_wrap=True)
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pictures: Sequence[Picture]) -> list[str]:
+    """What is shown of each token; of a picture's tokens only the first, with their number."""
+    pieces = [_visible(piece) for piece in token_texts(tokenizer, tokens)]
+    for picture in pictures:
+        first = f"{pieces[picture.start]}x{picture.tokens:,}"
+        pieces[picture.start : picture.stop] = [first] + [""] * (picture.tokens - 1)
+    return pieces
 
 
 def _coloured(console: Console) -> bool:
@@ -199,10 +234,10 @@ def _legend(console: Console) -> Text:
 
 
 def _as_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, coloured: bool) -> Text:
-    pieces = [_visible(piece) for piece in token_texts(tokenizer, sample.tokens_T.tolist())]
+    pieces = _pieces(tokenizer, sample.tokens_T.tolist(), sample.pictures)
     text = Text()
     for loss, run in groupby(zip(sample.mask_T.tolist(), pieces, strict=True), key=lambda pair: pair[0]):
-        joined = _joined([piece for _, piece in run])
+        joined = _joined([piece for _, piece in run if piece])
         if loss and not coloured:
             joined = f"{_OPEN}{joined}{_CLOSE}"
         elif text and not text.plain.endswith(("\n", _CLOSE)):

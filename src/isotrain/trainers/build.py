@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +42,7 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.data import DataSection
 from isotrain.recipe.preference import DpoSection, KtoSection, PreferenceSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.encoder import preference_encoder
+from isotrain.trainers.encoder import cache, picture_arguments, preference_encoder
 from isotrain.trainers.job import RankCheckpoints, Recorder, build_job
 from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.preference import (
@@ -61,7 +59,6 @@ from isotrain.trainers.preference import (
 from isotrain.trainers.profiling import RankProfile
 from isotrain.trainers.supervised import SftTask, SupervisedTrainer, Task
 
-CACHE_VARIABLE = "ISOTRAIN_CACHE"
 TRAIN, VALIDATION = "train", "validation"
 
 
@@ -258,26 +255,6 @@ def _open_store(
     return world.machine_first(
         f"data.{name}", lambda: cached_store(source, encoder, cache("tokens"), console.message)
     )
-
-
-def picture_arguments(recipe: Recipe) -> dict[str, Any] | None:
-    """What encoders need to know of pictures, if rows have some."""
-    key, images = recipe.data.image_key, recipe.data.images
-    if key is None:
-        return None
-    return {
-        "model": str(model_directory(recipe.model.path)),
-        "cache": str(cache("tokens") / "pictures"),
-        "key": key,
-        "max_per_prompt": images.max_per_prompt,
-        "min_pixels": images.min_pixels,
-        "max_pixels": images.max_pixels,
-    }
-
-
-def cache(kind: str) -> Path:
-    """Where things that were made from data sets are kept: `tokens`, `references`."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "isotrain") / kind
 
 
 def repetition_warning(data: DataSection, rows: int) -> str:

@@ -1,12 +1,20 @@
-"""The encoder of a recipe's preference rows, without torch: `isotrain preview` shows what it makes."""
+"""What encoders are made from in a recipe, without torch: `isotrain preview` shows what they make."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from isotrain.data.preference import PreferenceEncoder
+from isotrain.models.files import model_directory
 from isotrain.recipe.data import DataSection
 from isotrain.recipe.preference import PreferenceSection, PrmSection, RmSection
+from isotrain.recipe.schema import Recipe
+
+CACHE_VARIABLE = "ISOTRAIN_CACHE"
 
 
 def preference_encoder(
@@ -23,3 +31,23 @@ def preference_encoder(
         margins=margins,
         scored=isinstance(algorithm, RmSection),
     )
+
+
+def picture_arguments(recipe: Recipe) -> dict[str, Any] | None:
+    """What encoders need to know of pictures, if rows have some."""
+    key, images = recipe.data.image_key, recipe.data.images
+    if key is None:
+        return None
+    return {
+        "model": str(model_directory(recipe.model.path)),
+        "cache": str(cache("tokens") / "pictures"),
+        "key": key,
+        "max_per_prompt": images.max_per_prompt,
+        "min_pixels": images.min_pixels,
+        "max_pixels": images.max_pixels,
+    }
+
+
+def cache(kind: str) -> Path:
+    """Where things that were made from data sets are kept: `tokens`, `references`."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "isotrain") / kind

@@ -27,7 +27,8 @@ from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.terminal import guard
-from isotrain.trainers.build import build_trainer, cache, open_loaders, place_of_reference
+from isotrain.trainers.build import build_trainer, open_loaders, place_of_reference
+from isotrain.trainers.encoder import cache
 from isotrain.trainers.job import Recorder
 from isotrain.trainers.preemption import CLOSING_SECONDS, PREEMPTED, Preempted, Preemption, preemptible
 from isotrain.trainers.preference import precompute_reference
