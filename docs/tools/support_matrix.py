@@ -109,8 +109,12 @@ def _pair(entry: _MatrixEntry, published: dict[str, Any]) -> dict[str, str]:
         "model": _cell(_model(certificate)),
         "reference": _device(certificate.reference),
         "candidate": _device(certificate.candidate),
-        "engine": subject.engine,
+        "outcome": certificate.outcome.verdict,
+        "computation": certificate.computation,
+        "standing": f"signed by {_cell(signed.by)}" if signed.state == "signed" else "**claimed**",
+        "certificate": _link(entry.name),
         "kind": _kind(certificate),
+        "engine": subject.engine,
         "steps": str(figures.steps),
         "loss error, hundredths": _number(figures.loss_error),
         "published by others, hundredths": _number(errors.get(subject.algorithm)),
@@ -119,11 +123,7 @@ def _pair(entry: _MatrixEntry, published: dict[str, Any]) -> dict[str, str]:
         "throughput, candidate / reference": _number(figures.throughput_ratio),
         "same at": _same_at(certificate),
         "not run": ", ".join(level.name for level in certificate.levels if level.state == "not run") or "-",
-        "outcome": certificate.outcome.verdict,
-        "computation": certificate.computation,
         "date": certificate.date[:10],
-        "standing": f"signed by {_cell(signed.by)}" if signed.state == "signed" else "**claimed**",
-        "certificate": _link(entry.name),
     }
 
 

@@ -96,8 +96,8 @@ def test_order_and_what_is_missing(tmp_path: Path) -> None:
         shutil.copy(path, directory)
     found = rows(render(directory))[1:]
     assert [row[0] for row in found] == ["grpo", "remax", "sft"]
-    assert found[1][8] == "-" and found[0][8] == "0.61", "nobody has published one for remax"
-    assert found[0][10] == "-" and found[2][10] == "0.01"
+    assert found[1][12] == "-" and found[0][12] == "0.61", "nobody has published one for remax"
+    assert found[0][14] == "-" and found[2][14] == "0.01"
 
 
 def test_damage_ends_the_page_with_the_files_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,9 +131,9 @@ def test_shows_who_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     sign(path, key)
     public = (tmp_path / "key.pub").read_text()
     (path.parent / "allowed_signers").write_text(f"lab@example.org {public}")
-    assert rows(render(path.parent))[1][17] == "**claimed**", "a list beside the file is its sender's"
+    assert rows(render(path.parent))[1][6] == "**claimed**", "a list beside the file is its sender's"
     monkeypatch.setattr(signing, "TRUSTED", path.parent / "allowed_signers")
-    assert rows(render(path.parent))[1][17] == "signed by lab@example.org"
+    assert rows(render(path.parent))[1][6] == "signed by lab@example.org"
     (tmp_path / "certificates" / f"{path.name}.sig").write_text("no signature")
     with pytest.raises(DataError, match="signature"):
         render(path.parent)
