@@ -77,7 +77,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, HubError):
         return str(error)
     hub = chosen()
-    if _is_offline():
+    if is_offline():
         advice = "HF_HUB_OFFLINE is set: unset it, or write a local directory"
     elif isinstance(error, ImportError):
         advice = install("modelscope" if hub == MODELSCOPE else "train")
@@ -129,7 +129,7 @@ def cached_file(name: str, file: str) -> Path | None:
     return None
 
 
-def _is_offline() -> bool:
+def is_offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -179,7 +179,7 @@ def _from_huggingface(repository: str, kind: str, revision: str | None, patterns
             super().__init__(*args, **{"file": beneath(sys.stderr), **options})  # type: ignore[no-untyped-call]
 
     lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"{_key(kind, repository)}.lock"
-    with contextlib.nullcontext() if _is_offline() else _alone(lock, repository):
+    with contextlib.nullcontext() if is_offline() else _alone(lock, repository):
         # By itself the Hub's client 1.x asks the network about a commit, even offline.
         return Path(
             snapshot_download(
@@ -187,7 +187,7 @@ def _from_huggingface(repository: str, kind: str, revision: str | None, patterns
                 repo_type=kind,
                 revision=revision,
                 allow_patterns=patterns,
-                local_files_only=_is_offline(),
+                local_files_only=is_offline(),
                 tqdm_class=Bars,
             )
         )
@@ -205,7 +205,7 @@ def _from_modelscope(repository: str, kind: str, revision: str | None, patterns:
 
     api, record_path = HubApi(), _record_path(repository, kind, revision)
     where: dict[str, Any] = {"repo_type": kind, "revision": revision or "master"}
-    with contextlib.nullcontext() if _is_offline() else _alone(record_path.with_suffix(".lock"), repository):
+    with contextlib.nullcontext() if is_offline() else _alone(record_path.with_suffix(".lock"), repository):
         try:
             cached: Path | None = Path(api.download_repo(repository, **where, local_files_only=True))
         except CacheNotFound:
@@ -213,7 +213,7 @@ def _from_modelscope(repository: str, kind: str, revision: str | None, patterns:
         record = _read_record(record_path)
         known = bool(record["files"])
         error: Exception | None = None
-        if not _is_offline():
+        if not is_offline():
             try:
                 entries = api.list_repo_files(repository, **where)
                 listed = {entry.path: [entry.size, entry.sha256] for entry in entries if not entry.is_dir}
@@ -222,7 +222,7 @@ def _from_modelscope(repository: str, kind: str, revision: str | None, patterns:
                 error = unreachable
         wanted = [path for path in record["files"] if _matches(path, patterns)]
         missing = [path for path in wanted if path not in _unchanged(record, record["files"], cached)]
-        if _is_offline() or error:
+        if is_offline() or error:
             if cached is None or missing or (revision and not known and cached.name != revision):
                 raise error or FileNotFoundError(
                     f"{missing[0]} was not downloaded" if cached and missing else "it was not downloaded"

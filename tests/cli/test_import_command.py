@@ -21,6 +21,16 @@ def test_recipe_on_stdout_and_report_on_stderr() -> None:
     assert "3 keys: 3 mapped, 0 without effect, 0 refused, 0 unknown" in result.stderr
 
 
+def test_a_guessed_version_is_called_a_guess(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.val_files=a.parquet\n"
+    )
+    guess = "is a guess, the script does not say it: --version has others"
+    assert guess in RUNNER.invoke(app, ["import", "verl", str(script)]).stderr
+    assert guess not in RUNNER.invoke(app, ["import", "verl", str(script), "--version", "0.7.0"]).stderr
+
+
 def test_the_exit_code_says_that_the_training_differs() -> None:
     result = RUNNER.invoke(
         app, ["import", "verl", "-"], input=OVERRIDES + "my.option=1\nalgorithm.gamma=high\n"

@@ -7,11 +7,12 @@ the last line and the seconds of each.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
+from types import MappingProxyType, ModuleType
+from typing import NamedTuple, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -118,9 +119,83 @@ COMMANDS = {
 }
 
 
+SHIPPED = "train tiny-sft output=runs/a"
+GRPO = "train tiny-grpo output=runs/a"
+ROW = '{"prompt": "a", "completion": "b"}\n'
+TINY = {
+    "work/tiny/model/config.json": "{}",
+    "work/tiny/train.jsonl": ROW,
+    "work/tiny/validation.jsonl": ROW,
+    "work/tiny/prompts.jsonl": ROW,
+    "work/tiny/prompts-validation.jsonl": ROW,
+}
+
+
+def data(name: str, text: str | bytes, says: str) -> Wrong:
+    return Wrong(f"{SHIPPED} data.train={name}", says, {**TINY, name: text})
+
+
+RUN = {"runs/b/resolved.json": "{}", "runs/b/metrics.jsonl": ""}
+# Without --dry-run: refused before torch is imported and before any process starts.
+STARTS = {
+    "a device that is none": Wrong(f"{SHIPPED} device.type=gpu", "did you mean 'cuda'?", TINY),
+    "a vendor as a device": Wrong(f"{SHIPPED} device.type=ascend", "use one of: auto", TINY),
+    "a GPU's recipe on a CPU": Wrong(f"{SHIPPED} device.type=cuda", "or use device.type=cpu", TINY),
+    "64 ranks on few cores": Wrong(f"{SHIPPED} device.ranks=100000", "set at most", TINY),
+    "64 ranks on few cores, online": Wrong(f"{GRPO} device.ranks=100000", "set at most", TINY),
+    "no data": Wrong(f"{SHIPPED} data.train=nix.jsonl", "data.train: nix.jsonl: no such file", TINY),
+    "no validation data": Wrong(
+        f"{SHIPPED} data.validation=nix.csv", "data.validation: nix.csv: no such", TINY
+    ),
+    "no prompts": Wrong(f"{GRPO} data.train=/nix", "data.train: /nix: no such file or directory", TINY),
+    "a path that is no hub's name": Wrong(
+        f"{SHIPPED} data.train=a/b/c", "a/b/c: no such file or directory", TINY
+    ),
+    "data before `prepare`": Wrong(SHIPPED, "data.train: work/tiny/train.jsonl: no such file"),
+    "an empty directory": Wrong(
+        f"{SHIPPED} data.train=d", "the directory has no .jsonl", {**TINY, "d/a.txt": ""}
+    ),
+    "an unknown kind of file": data("a.txt", "a", "convert it to .jsonl, .parquet or .csv"),
+    "no rows": data("a.jsonl", "\n\n", "there are no rows"),
+    "a row that is a list": data("a.jsonl", "[1, 2]\n", "a.jsonl:1: a row must be a JSON object, not a list"),
+    "broken JSON": data("a.jsonl", '{"a": \n', "a.jsonl:1: broken JSON at"),
+    "another encoding": data("a.jsonl", '{"text": "ä"}'.encode("latin-1"), "save the file as UTF-8"),
+    "CSV without names": data("a.csv", "a,,b\n1,2,3\n", "the first line must name the columns"),
+    "CSV with a comma": data("a.csv", "prompt,completion\na,b,c\n", "quote a text that has a comma"),
+    "CSV alone with names": data("a.csv", "prompt,completion\n", "there are no rows"),
+    "Parquet that is none": data("a.parquet", b"PAR1", "broken Parquet"),
+    "columns of no known format": data("a.jsonl", '{"q": 1, "a": 2}\n', "no known format has the columns"),
+    "a prompt column that is none": Wrong(f"{GRPO} data.prompt_key=question", "question", TINY),
+    "a prompt that is a number": Wrong(
+        GRPO, "prompts.jsonl:1", {**TINY, "work/tiny/prompts.jsonl": '{"prompt": 3}\n'}
+    ),
+    "no model": Wrong(f"{SHIPPED} model.path=./nix", "set a Hugging Face model directory", TINY),
+    "a model that is a file": Wrong(
+        f"{SHIPPED} model.path=m.bin", "has no config.json", {**TINY, "m.bin": ""}
+    ),
+    "a run as a model": Wrong(
+        f"{SHIPPED} model.path=runs/b", "isotrain export runs/b --out DIR", {**TINY, **RUN}
+    ),
+    "a broken config.json": Wrong(
+        SHIPPED, "config.json cannot be used", {**TINY, "work/tiny/model/config.json": "{"}
+    ),
+    "a hub's name offline": Wrong(f"{SHIPPED} model.path=Qwen/Qwen9-1B", "HF_HUB_OFFLINE is set", TINY),
+    "a path as a hub's name": Wrong(
+        f"{SHIPPED} model.path=a/b/c", "neither a local model directory nor", TINY
+    ),
+    "an output that is a file": Wrong(
+        "train tiny-sft output=a", "set output to a writable directory", {**TINY, "a": ""}
+    ),
+    "an output in a file": Wrong(
+        "train tiny-sft output=a/b", "set output to a writable directory", {**TINY, "a": ""}
+    ),
+}
+
+
 def ends(tmp_path: Path, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> tuple[str, float]:
     monkeypatch.chdir(tmp_path)
     for name, text in wrong.files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     started = time.monotonic()
     done = CliRunner().invoke(app, wrong.command.split(), env={"COLUMNS": "300", "ISOTRAIN_LANG": "en"})
@@ -129,9 +204,18 @@ def ends(tmp_path: Path, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> tuple
     return done.output, seconds
 
 
-@pytest.mark.parametrize("name", [*DRY, *COMMANDS])
+class Started:
+    """In place of the module that starts training: nothing of this page gets so far."""
+
+    def launch(self, *_: object) -> None:
+        raise AssertionError("training was started")
+
+
+@pytest.mark.parametrize("name", [*DRY, *COMMANDS, *STARTS])
 def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    wrong = (DRY | COMMANDS)[name]
+    wrong = (DRY | COMMANDS | STARTS)[name]
+    monkeypatch.setitem(sys.modules, "isotrain.trainers.launch", cast("ModuleType", Started()))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     output, seconds = ends(tmp_path, wrong, monkeypatch)
     assert wrong.says in output, output
     assert "Traceback" not in output and seconds < 4 * SECONDS  # other work on the machine

@@ -56,7 +56,9 @@ _EXTRAS = {
 def train_here(recipe: Recipe, source: str) -> None:
     """Train in this process; `source` is the recipe's text as the user wrote it."""
     from isotrain.tools.doctor.examine import preflight
+    from isotrain.trainers.first_look import first_look
 
+    first_look(recipe)
     for warning in preflight(recipe):
         print(said(tr("warning: {text}", text=warning)), file=sys.stderr, flush=True)
     closing = CLOSING_SECONDS_ONLINE if isinstance(recipe.algorithm, OnlineSection) else CLOSING_SECONDS

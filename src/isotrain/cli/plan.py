@@ -70,6 +70,17 @@ def _gigabytes(text: str) -> float:
     return float(size[1])
 
 
+def whole_run(steps: int | None, seconds: float) -> str:
+    if steps is None:
+        return "the whole run: data.train is not here, so its steps are not known; set trainer.steps"
+    total = steps * seconds
+    unit, name = next(
+        ((u, n) for u, n in ((86400, "days"), (3600, "hours"), (60, "minutes")) if total >= u), (1, "seconds")
+    )
+    count = f"{steps:,} step{'s' * (steps != 1)}"
+    return f"the whole run: {count}, about {total / unit:.1f} {name}, without validation and start"
+
+
 def _show(result: RecipePlan, searched: bool) -> None:
     from rich.table import Table
 
@@ -119,6 +130,7 @@ def _show(result: RecipePlan, searched: bool) -> None:
     times.add_row("sum", f"{result.time.total:.1f}")
     console.print(times)
     console.print(f"bottleneck: {result.time.bottleneck}")
+    console.print(whole_run(result.steps, result.time.total))
     if result.changes:
         console.print("changes: " + " ".join(result.changes))
     elif not result.fits and not searched:

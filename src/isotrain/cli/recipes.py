@@ -127,6 +127,9 @@ def import_recipe(
         if out is None:
             typer.echo(result.recipe, nl=False)
         typer.echo(report(result, out), err=True)
+        if version is None and result.kind == "script":
+            guess = f"{result.version} is a guess, the script does not say it: --version has others"
+            typer.echo(guess, err=True)
     raise typer.Exit(0 if result.same_training else 1)
 
 

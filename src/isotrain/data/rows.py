@@ -55,6 +55,20 @@ def read_rows(source: str | Sequence[str]) -> Rows:
     return Rows(tuple(parts))
 
 
+def first_row(source: str | Sequence[str]) -> Row | None:
+    """The first row of a source; None where a hub has to be asked for it. All names are looked at."""
+    files = [_files(name) for name in _names(source)]
+    for name in (name for name, local in zip(_names(source), files, strict=True) if local is None):
+        if name.count("/") > 1 or name.startswith("-") or " " in name:
+            raise DataError(f"{name}: no such file or directory")
+    if None in files:
+        return None
+    row = next(iter(read_rows(source)), None)
+    if row is None:
+        raise DataError(f"{source}: there are no rows; give a file that has some")
+    return row
+
+
 def source_digest(source: str | Sequence[str]) -> str:
     """SHA-256 over the contents of a source's files; their names and places do not count."""
     total = hashlib.sha256()
@@ -90,6 +104,13 @@ def count_rows(source: str | Sequence[str]) -> int:
         for name in _names(source)
         for files in [_files(name)]
     )
+
+
+def local_rows(source: str | Sequence[str]) -> int:
+    """The same without asking a hub: 0 where one of the names is not here."""
+    if not all(Path(name).expanduser().exists() for name in _names(source)):
+        return 0
+    return count_rows(source)
 
 
 def _count(file: Path) -> int:

@@ -6,11 +6,13 @@ lower of those that users report, and `confirmed` is False.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 from isotrain.errors import DeviceError, PlanError
 
@@ -45,6 +47,12 @@ DEVICES = {
     "h20": DataSheet("NVIDIA H20", 96, 148, 4.0, 450, 50, 8),
     "h100": DataSheet("NVIDIA H100 SXM", 80, 989, 3.35, 450, 50, 8),
     "h200": DataSheet("NVIDIA H200 SXM", 141, 989, 4.8, 450, 50, 8),
+    # Without NVLink; ten gigabits a second to other machines is a guess.
+    "rtx3090": DataSheet("NVIDIA GeForce RTX 3090", 24, 71, 0.94, 32, 1.25, 8, confirmed=False),
+    "rtx4090": DataSheet("NVIDIA GeForce RTX 4090", 24, 165, 1.01, 32, 1.25, 8, confirmed=False),
+    "rtx5090": DataSheet("NVIDIA GeForce RTX 5090", 32, 209, 1.79, 64, 1.25, 8, confirmed=False),
+    # A guess at one of two sockets; one rank has it all.
+    "cpu": DataSheet("32 cores of a CPU server", 128, 4, 0.2, 20, 3, 1, (0.0, 0.0), confirmed=False),
 }
 
 
@@ -63,6 +71,24 @@ def check_kind(name: str) -> None:
         near = ["cuda"] if name == "gpu" else get_close_matches(name, KINDS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "use one of: " + ", ".join(KINDS)
         raise DeviceError(f"device.type: unknown device '{name}'; {hint}")
+
+
+_RANKS_OF_A_CORE = 8
+
+
+def check_host_ranks(ranks: int) -> None:
+    """On a host: with more, a mistake in a recipe fills the memory with processes before anything is said."""
+    cores = len(os.sched_getaffinity(0))
+    if ranks > _RANKS_OF_A_CORE * cores:
+        raise DeviceError(
+            f"device.ranks: {ranks} ranks would share {cores} cores and need the memory of {ranks} "
+            f"processes; set at most {_RANKS_OF_A_CORE * cores}"
+        )
+
+
+def has_device_files() -> bool:
+    """Whether a driver has made a device of this machine; the simulated one has none."""
+    return any(any(Path("/dev").glob(name)) for name in ("davinci*", "nvidia*", "nvhost*", "dxg"))
 
 
 # Importing one of them makes torch know a device.

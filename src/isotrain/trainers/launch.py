@@ -16,6 +16,7 @@ from isotrain.children import die_with_parent, module_arguments
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import make_deterministic, profile
+from isotrain.device.vendors import check_host_ranks
 from isotrain.engine.world import STORE_VARIABLE, join_world
 from isotrain.errors import DeviceError, IsotrainError, LaunchError, RankLost, may_pass
 from isotrain.models.files import model_directory
@@ -49,9 +50,6 @@ CRASH_FILE = "crash-{rank}.txt"
 PREEMPTED_FILE = "preempted"
 LAUNCHER_VARIABLE = "ISOTRAIN_LAUNCHER"
 
-# On a host: with more, a mistake in a recipe fills the memory with processes before anything is said.
-_RANKS_OF_A_CORE = 8
-
 
 def launch(recipe: Recipe, source: str, preemption: Preemption | None = None) -> None:
     """Train a recipe; `source` is its text as the user wrote it."""
@@ -69,11 +67,8 @@ def launch(recipe: Recipe, source: str, preemption: Preemption | None = None) ->
             f"device.ranks: {ranks} ranks need {ranks} devices, but {device.count()} are visible; "
             f"lower device.ranks or check {device.visible_devices_variable}"
         )
-    if not device.visible_devices_variable and ranks > _RANKS_OF_A_CORE * device.count():
-        raise DeviceError(
-            f"device.ranks: {ranks} ranks would share {device.count()} cores and need the memory of {ranks} "
-            f"processes; set at most {_RANKS_OF_A_CORE * device.count()}"
-        )
+    if not device.visible_devices_variable:
+        check_host_ranks(ranks)
     if joins or ranks == 1:
         os.environ.update(device.rank_environment(ranks, int(os.environ.get("WORLD_SIZE", ranks))))
         os.environ.update(profile(device, recipe.device.determinism, os.environ).variables)

@@ -117,13 +117,13 @@ def check_probe_in_run(recipe: Recipe, steps: int) -> None:
     profile, after = recipe.observe.profile, recipe.observe.layer_trace_after
     if late := [step for step in profile.steps if step > steps]:
         raise RecipeError(
-            f"observe.profile.steps: the run has {steps} steps, so step {late[0]} is never profiled; "
+            f"observe.profile.steps: the run ends after step {steps}, so step {late[0]} is never profiled; "
             f"give steps up to {steps}"
         )
     if after >= steps:
         raise RecipeError(
-            f"observe.layer_trace_after: the run has {steps} steps, so after step {after} nothing is left to "
-            "record; probe an earlier checkpoint"
+            f"observe.layer_trace_after: the run ends after step {steps}, so after step {after} nothing is "
+            "left to record; probe an earlier checkpoint"
         )
 
 

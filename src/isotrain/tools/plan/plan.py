@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isotrain.data.rows import local_rows
 from isotrain.device.vendors import DataSheet
 from isotrain.errors import PlanError, RecipeError
 from isotrain.recipe.load import check_values, path_override, resolved
@@ -52,6 +53,13 @@ class RecipePlan:
         """Buffers of the communicators that the step uses, if nobody has set their size."""
         sizes = zip(self.memory.communicators, self.device.communicator_gb, strict=True)
         return sum(count * size for count, size in sizes)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run; None where its rows cannot be counted here."""
+        recipe = self.recipe
+        rows = 0 if recipe.trainer.steps else local_rows(recipe.data.train)
+        return recipe.trainer.steps or -(-rows * recipe.trainer.epochs // recipe.data.batch_size) or None
 
     @property
     def shipped_sizes(self) -> list[str]:
@@ -119,6 +127,8 @@ class RecipePlan:
             "seconds": {name: round(value, 2) for name, value in self.time.seconds.items()},
             "step_seconds": round(self.time.total, 2),
             "bottleneck": self.time.bottleneck,
+            "steps": self.steps,
+            "run_hours": None if self.steps is None else round(self.steps * self.time.total / 3600, 2),
         }
 
 

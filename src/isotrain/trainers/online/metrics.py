@@ -238,7 +238,8 @@ class EqualScores:
         return (
             f"in {self.steps} steps all responses{where} scored alike (now {scores_E.mean():g} on average), "
             "so nothing is learned: the task is too hard or too easy, or the reward does not read the "
-            "responses as you think; look at them (rollout.record=true, isotrain view)"
+            "responses as you think; look at them (rollout.record=true, isotrain view); "
+            "docs/troubleshooting.md has what to change"
         )
 
 

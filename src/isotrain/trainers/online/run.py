@@ -178,7 +178,7 @@ def _introduction(recipe: Recipe, rollout: RolloutSection, described: Descriptio
     """A summary before the first step."""
     shared = ", prompts shared" if described.shares_prompts else ""
     return (
-        f"  {steps} steps of {recipe.data.batch_size} prompts x {rollout.n} responses on "
+        f"  {steps} step{'s' * (steps != 1)} of {recipe.data.batch_size} prompts x {rollout.n} responses on "
         f"{recipe.device.ranks} x {described.device_type} ({described.device_name})\n"
         f"  {described.trained:,} of {described.parameters:,} parameters trained, "
         f"{described.model['attention']} attention{shared}\n"

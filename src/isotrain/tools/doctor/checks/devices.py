@@ -191,6 +191,13 @@ def _driver(scene: Scene) -> Iterator[MachineFinding]:
 def _gpus(scene: Scene) -> Iterator[MachineFinding]:
     facts = scene.facts
     torch = facts.packages.get("torch", "")
+    if torch.endswith("+cpu"):
+        problem = tr("torch {torch} is a CPU build", torch=torch)
+        remedy = tr(
+            "pip install torch=={version} (a CUDA build), or use device.type=cpu",
+            version=torch.removesuffix("+cpu"),
+        )
+        yield MachineFinding("cpu-build-of-torch", "error", problem, remedy)
     if not facts.gpus:
         why = facts.nvidia_smi or (
             tr("nvidia-smi is not installed") if facts.nvidia_smi is None else tr("it lists none")
@@ -203,10 +210,6 @@ def _gpus(scene: Scene) -> Iterator[MachineFinding]:
         )
         yield MachineFinding("no-gpu-visible", "error", problem, remedy)
         return
-    if torch.endswith("+cpu"):
-        problem = tr("torch {torch} is a CPU build", torch=torch)
-        remedy = tr("pip install torch=={version} (a CUDA build)", version=torch.removesuffix("+cpu"))
-        yield MachineFinding("cpu-build-of-torch", "error", problem, remedy)
     build = re.search(r"\+cu(\d{2})\d", torch)
     needed = matrix().cuda_driver.get(build[1]) if build else None
     driver = facts.gpus[0].driver

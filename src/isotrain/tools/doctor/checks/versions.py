@@ -54,9 +54,7 @@ def own_bounds(scene: Scene) -> Iterator[MachineFinding]:
                     command=command,
                 )
             if name == "torch" and scene.target != "cpu":
-                remedy = tr(
-                    "install the torch of the nearest stack first (below), then {command}", command=command
-                )
+                remedy = tr("install the torch of the nearest stack first, then {command}", command=command)
             yield MachineFinding(f"missing-{name}", "error", tr("{name} is not installed", name=name), remedy)
         elif not requirement.specifier.contains(version, prereleases=True):
             # Older ones lack what is called; newer ones may well work.
@@ -69,9 +67,9 @@ def own_bounds(scene: Scene) -> Iterator[MachineFinding]:
             )
             remedy = f"pip install '{name}{requirement.specifier}'"
             if name == "vllm" and scene.target == "npu":
-                remedy = tr("move to a stack with a newer vllm-ascend (below), or set rollout.engine: hf")
+                remedy = tr("move to a stack with a newer vllm-ascend, or set rollout.engine: hf")
             elif name == "torch" and scene.target != "cpu":
-                remedy = tr("move to a stack with a newer torch (below)")
+                remedy = tr("move to a stack with a newer torch")
             yield MachineFinding(f"bounds-of-{name}", level, problem, remedy)
 
 
@@ -176,7 +174,7 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[MachineFinding]:
     fitting = _newest_for(cann)
     if not belongs:
         problem = tr("no published table gives the CANN version of torch_npu {plugin}", plugin=plugin)
-        remedy = tr("if import torch_npu fails, install the versions of the nearest stack (below)")
+        remedy = tr("if import torch_npu fails, install the versions of the nearest stack")
         yield MachineFinding("torch-npu-not-in-the-table", "note", problem, remedy)
     elif order(final(cann)) < order(belongs[0]):
         problem = tr(
@@ -305,8 +303,8 @@ _CAUSES = (
     (
         r"undefined symbol",
         tr(
-            "two packages were built for different versions: reinstall torch and its plug-in as a "
-            "pair (below)"
+            "two packages were built for different versions: reinstall torch and its plug-in of the "
+            "nearest stack"
         ),
     ),
     (
