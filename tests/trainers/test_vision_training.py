@@ -112,13 +112,13 @@ def test_it_learns_what_only_the_picture_says(files: Path, tmp_path: Path) -> No
     """The same run on pictures of one colour, blind to the answer, stays at the entropy of two answers."""
     if "qwen3" in files.name:
         pytest.skip("one family is enough")
-    trainer = {"steps": 40}
-    launch(recipe_of(files, tmp_path / "seeing", trainer=trainer), "")
+    course = {"trainer": {"steps": 60}, "optimizer": {"schedule": "constant"}}
+    launch(recipe_of(files, tmp_path / "seeing", **course), "")
     blind = tmp_path / "blind"
     shutil.copytree(files, blind)
     for path in blind.glob("*.png"):
         path.write_bytes(coloured("grey", 28))
-    launch(recipe_of(blind, tmp_path / "run", trainer=trainer), "")
+    launch(recipe_of(blind, tmp_path / "run", **course), "")
     seeing, unseeing = (
         sum(row["train/loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")[-5:]) / 5
         for name in ("seeing", "run")

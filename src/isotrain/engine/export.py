@@ -69,10 +69,11 @@ def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Pa
     try:
         partial.mkdir(parents=True)
         write(model, reader, partial)
-        directory = model_directory(model.path)
-        load_tokenizer(directory).save_pretrained(partial)
-        for file in filter(Path.is_file, (directory / name for name in PROCESSOR_FILES)):
-            shutil.copyfile(file, partial / file.name)
+        base = model_directory(model.path)
+        load_tokenizer(base).save_pretrained(partial)
+        for name in PROCESSOR_FILES:
+            if (base / name).is_file():
+                shutil.copyfile(base / name, partial / name)
         partial.rename(out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"--out: {out} was not written ({error})") from error
