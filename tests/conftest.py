@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import npusim
 import pytest
@@ -67,6 +68,28 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cache")
     os.environ["ISOTRAIN_CACHE"] = str(path)
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drawing() -> Iterator[Callable[..., None] | None]:
+    """Runs in this process leave out their plots, which take longer than the steps of most; see `plots`.
+
+    Yields what draws them, if a test has imported it.
+    """
+    job: Any = sys.modules.get("isotrain.trainers.job")
+    if job is None:
+        yield None
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        draw = job.draw_plots
+        patch.setattr(job, "draw_plots", lambda *arguments: None)
+        yield draw
+
+
+@pytest.fixture
+def plots(drawing: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that asks for this looks at the plots of its runs."""
+    monkeypatch.setattr("isotrain.trainers.job.draw_plots", drawing)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from isotrain.engine.checkpoint.layout import step_directory
 from isotrain.tools.parity.devices import backend
 from isotrain.tools.parity.levels.level import Level
 from isotrain.tools.parity.protocol import verdict_on
-from isotrain.trainers import build, job
+from isotrain.trainers import build
 from preference_runs import preference_recipe, write_preferences
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 
@@ -41,12 +41,10 @@ def recipe_of(tiny: Path, output: Path, **sections: Any) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def quickly() -> Iterator[None]:
-    """Matrices this small are slower on several threads, and nobody looks at the plots."""
+    """Matrices this small are slower on several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "draw_plots", lambda *arguments: None)
-        yield
+    yield
     torch.set_num_threads(threads)
 
 

@@ -76,6 +76,7 @@ def test_a_new_reward_model_knows_nothing(tiny: Path, rows: Path, tmp_path: Path
     assert row["train/loss"] == pytest.approx(LN2, rel=1e-6) and row["train/margin"] == 0.0
 
 
+@pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_learns(tiny: Path, rows: Path, tmp_path: Path, name: str) -> None:
     held_out = str(rows / f"{KIND[name]}-held-out.jsonl")

@@ -29,6 +29,7 @@ from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 pytestmark = pytest.mark.heavy
 
 
+@pytest.mark.usefixtures("plots")
 def test_it_learns_and_leaves_a_whole_run_directory(tiny: Path, tmp_path: Path, device_type: str) -> None:
     out = tmp_path / "run"
     recipe = tiny_recipe(

@@ -14,7 +14,6 @@ import torch
 from isotrain.tools.parity.levels.anchors import anchors
 from isotrain.tools.parity.read.runs import read_isotrain_run
 from isotrain.tools.parity.run import RunLog, Series
-from isotrain.trainers import job
 from isotrain.trainers.launch import train_supervised
 from preference_runs import preference_recipe, write_preferences
 from traced_runs import layers_level
@@ -33,9 +32,8 @@ def passed(run: RunLog) -> dict[str, bool | None]:
 
 
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Matrices this small are slower on several threads, and nobody looks at the plots."""
-    monkeypatch.setattr(job, "draw_plots", lambda *arguments: None)
+def quickly() -> Iterator[None]:
+    """Matrices this small are slower on several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

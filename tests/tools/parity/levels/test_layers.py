@@ -17,7 +17,7 @@ from safetensors.torch import save_file as save_tensors
 from isotrain.engine.engine import LossScale, TrainingEngine
 from isotrain.errors import DataError
 from isotrain.tools.parity.levels.level import Level
-from isotrain.trainers import build, job
+from isotrain.trainers import build
 from isotrain.trainers.launch import train_supervised
 from support import run_cli, tiny_recipe, write_recipe
 from traced_runs import layers_level
@@ -30,12 +30,10 @@ FIRST = "step-000001-rank-00000.safetensors"
 
 @pytest.fixture(scope="module", autouse=True)
 def quickly() -> Iterator[None]:
-    """Matrices this small are slower on several threads, and nobody looks at the plots."""
+    """Matrices this small are slower on several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "draw_plots", lambda *arguments: None)
-        yield
+    yield
     torch.set_num_threads(threads)
 
 
