@@ -1,4 +1,4 @@
-"""The tests that docs/ascend.md names for its points are there, in both languages."""
+"""The tests that docs/devices.md names for its points are there, in both languages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([\w.-]+)\])?`")
 
 
-@pytest.mark.parametrize("page", ["docs/ascend.md", "docs/zh/ascend.md"])
+@pytest.mark.parametrize("page", ["docs/devices.md", "docs/zh/devices.md"])
 def test_every_test_that_is_named_is_there(page: str) -> None:
     named = NAMED.findall((ROOT / page).read_text(encoding="utf-8"))
     assert len(named) >= 17
