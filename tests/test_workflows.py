@@ -1,9 +1,11 @@
-"""The weekly workflow over engines: its steps are run as a runner runs them, with stand-ins for programs."""
+"""The scheduled workflows: steps are run as a runner runs them, with stand-ins for programs."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,62 @@ def test_the_workflow_calls_what_is_there() -> None:
     assert (Path(__file__).parents[1] / script).is_file()
     # PyYAML reads the key `on` as true.
     assert WORKFLOW[True]["schedule"] and WORKFLOW["permissions"]["issues"] == "write"
+
+
+NIGHTLY: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parents[1] / ".github" / "workflows" / "nightly.yml").read_text()
+)
+
+
+def test_the_nightly_workflow_runs_every_slow_test_but_the_benchmarks() -> None:
+    """A new folder of tests with slow ones belongs to one of the parts."""
+    tests = Path(__file__).parent
+    parts = [word for part in NIGHTLY["jobs"]["slow"]["strategy"]["matrix"]["part"] for word in part.split()]
+    folders = {path.relative_to(tests.parent).parts[1] for path in tests.glob("*/**/test_*.py")}
+    slow = {
+        name for name in folders if any("mark.slow" in p.read_text() for p in (tests / name).rglob("*.py"))
+    }
+    assert slow <= {word.removeprefix("tests/") for word in parts}, sorted(slow)
+    assert "tests/test_*.py" in parts and NIGHTLY["permissions"] == {"contents": "read"}
+    assert all(
+        (tests.parent / word).is_dir() for word in parts if word.startswith("tests/") and "." not in word
+    )
+
+
+def benchmark_lines(workspace: Path, ratio: float) -> None:
+    lines = [
+        {"name": "startup", "ratio": ratio, "goal": 2.0},
+        {"name": "cannot tell", "ratio": 1.0, "goal": None},
+    ]
+    (workspace / "lines.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_benchmarks_of_each_night_are_added_to_their_history_and_drawn(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / ".ci" / "history.py"
+    for commit, ratio in (("a" * 40, 1.0), ("b" * 40, 1.5), ("b" * 40, 3.0)):
+        benchmark_lines(tmp_path, ratio)
+        command = [
+            sys.executable,
+            str(script),
+            "lines.jsonl",
+            "ratios.jsonl",
+            "--commit",
+            commit,
+            "--plot",
+            "ratios.png",
+        ]
+        subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    rows = [json.loads(line) for line in (tmp_path / "ratios.jsonl").read_text().splitlines()]
+    assert [(row["commit"][0], row["shares"]) for row in rows] == [
+        ("a", {"startup": 0.5}),
+        ("b", {"startup": 1.5}),
+    ]
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_nightly_benchmarks_are_there() -> None:
+    (step,) = (step for step in NIGHTLY["jobs"]["benchmarks"]["steps"] if "history.py" in step.get("run", ""))
+    names = step["run"].split("for name in ")[1].split(";")[0].split()
+    assert names and all(
+        (Path(__file__).parents[1] / "benchmarks" / f"{name}.py").is_file() for name in names
+    )
