@@ -7,7 +7,7 @@ from isotrain.hidden_modules import hide_what_a_parent_hid
 if TYPE_CHECKING:
     from isotrain.api import Recipe, Report, Run, Verdict, compare, doctor, load_recipe, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Recipe", "Report", "Run", "Verdict", "compare", "doctor", "load_recipe", "train"]
 
 hide_what_a_parent_hid()
