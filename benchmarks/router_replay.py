@@ -5,7 +5,10 @@ trainer computes the same tokens packed. `disagreement` is the share of pairs of
 sets of experts differ; gaps are means of |logp_trained - logp_engine| in nats. `ratio` is the gap with
 `router_replay: R3` over that without, `worst` the same of the tokens with another set somewhere.
 
-    python benchmarks/router_replay.py [--seeds 4] [--responses 64] [--tokens 64]
+Then the mixture learns the task of tiny-grpo in bfloat16, with and without replay: `reward` has means over
+fifths of the steps, `gap` and `largest` are of the log-probs and probabilities on the way.
+
+    python benchmarks/router_replay.py [--seeds 4] [--responses 64] [--tokens 64] [--steps 60] [--part ...]
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import bench
 import numpy as np
 import torch
+from tiny_grpo import tiny_grpo
 
 from isotrain.data.packing import pack_trajectories
 from isotrain.data.prepare.tiny import make_tiny
@@ -28,6 +32,8 @@ from isotrain.recipe.online import RolloutSection
 from isotrain.recipe.schema import ModelSection
 from isotrain.rollout.base import Request, Sampling
 from isotrain.rollout.build import build_rollout
+
+PARTS = ("gaps", "learning")
 
 
 def measure(model: ModelSection, seed: int, responses: int, tokens: int) -> dict[str, float]:
@@ -76,12 +82,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--responses", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.read()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:
-        make_tiny(Path(work), train_rows=1, validation_rows=1, architecture="qwen3_moe")
+        make_tiny(Path(work), train_rows=256, validation_rows=1, architecture="qwen3_moe")
         _widen(Path(work) / "model")
-        for dtype in ("bfloat16", "float32"):
+        for dtype in ("bfloat16", "float32") if "gaps" in options.part else ():
             model = ModelSection.model_validate({"path": str(Path(work) / "model"), "dtype": dtype})
             rows = [measure(model, seed, options.responses, options.tokens) for seed in range(options.seeds)]
             means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
@@ -89,6 +97,27 @@ def main() -> None:
             worst = means["gap_with_turned"] / turned if turned else None
             ratio = means["gap_with"] / means["gap_without"] if means["gap_without"] else 1.0
             bench.report("router_replay", ratio, None, None, dtype=dtype, worst=worst, **means)
+        for seed in range(options.seeds) if "learning" in options.part else ():
+            for replay in ("disabled", "R3"):
+                row = learn(Path(work), replay, seed, options.steps)
+                bench.show(
+                    name="router_replay learning", replay=replay, seed=seed, steps=options.steps, **row
+                )
+
+
+def learn(work: Path, replay: str, seed: int, steps: int) -> dict[str, Any]:
+    rewards, gaps, largest = [], [], []
+    algorithm = {"router_replay": replay}
+    with tiny_grpo(work, model={"dtype": "bfloat16"}, algorithm=algorithm, seed=seed) as run:
+        for _ in range(steps):
+            rewards.append(float(run.train().mean()))
+            gaps.append(run.gap["training/rollout_logp_diff_mean"])
+            largest.append(run.gap["training/rollout_probs_diff_max"])
+    return {
+        "reward": [round(float(part.mean()), 3) for part in np.array_split(rewards, 5)],
+        "gap": bench.spread(gaps),
+        "largest": bench.spread(largest),
+    }
 
 
 def _widen(directory: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,34 @@ from isotrain.trainers.online.policy_rank import PolicyRank, StepReport
 PROMPTS, RESPONSES, LENGTH = 8, 8, 12
 
 
-def recipe_of(tiny: Path) -> Recipe:
+def recipe_of(tiny: Path, sections: Mapping[str, Any]) -> Recipe:
+    """`sections` have fields that are other than here."""
     return Recipe.model_validate(
-        {
-            "name": "tiny",
-            "output": str(tiny / "run"),
-            "device": {"type": "cpu"},
-            "model": {"path": str(tiny / "model"), "dtype": "float32"},
-            "data": {"train": str(tiny / "prompts.jsonl"), "max_length": 64, "batch_size": PROMPTS},
-            "algorithm": {"name": "grpo"},
-            "rollout": {"engine": "hf", "n": RESPONSES, "max_tokens": LENGTH},
-            "reward": {"function": {"path": f"{tiny / 'reward.py'}:score"}, "answer_key": "answer"},
-            "optimizer": {"lr": 5e-3, "betas": [0.9, 0.95], "schedule": "constant", "warmup_ratio": 0.0},
-            "observe": {"loggers": []},
-        }
+        merged(
+            {
+                "name": "tiny",
+                "output": str(tiny / "run"),
+                "device": {"type": "cpu"},
+                "model": {"path": str(tiny / "model"), "dtype": "float32"},
+                "data": {"train": str(tiny / "prompts.jsonl"), "max_length": 64, "batch_size": PROMPTS},
+                "algorithm": {"name": "grpo"},
+                "rollout": {"engine": "hf", "n": RESPONSES, "max_tokens": LENGTH},
+                "reward": {"function": {"path": f"{tiny / 'reward.py'}:score"}, "answer_key": "answer"},
+                "optimizer": {"lr": 5e-3, "betas": [0.9, 0.95], "schedule": "constant", "warmup_ratio": 0.0},
+                "observe": {"loggers": []},
+            },
+            sections,
+        )
     )
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` over `values`, section by section."""
+    result = dict(values)
+    for name, change in changes.items():
+        both = isinstance(change, Mapping) and isinstance(values.get(name), Mapping)
+        result[name] = merged(values[name], change) if both else change
+    return result
 
 
 class TinyGrpo:
@@ -50,7 +63,13 @@ class TinyGrpo:
         self.rank.start(open_store(None))
         self.rank.resume()
         model = tiny / "model"
-        self.engine = HfEngine(model, name="engine", dtype="float32", device=torch.device("cpu"))
+        self.engine = HfEngine(
+            model,
+            name="engine",
+            dtype=recipe.model.dtype,
+            device=torch.device("cpu"),
+            routes=recipe.algorithm.router_replay == "R3",  # type: ignore[union-attr]
+        )
         self.tokenizer: Any = load_tokenizer(model)
         spec = importlib.util.spec_from_file_location("reward", tiny / "reward.py")
         assert spec is not None and spec.loader is not None
@@ -58,10 +77,13 @@ class TinyGrpo:
         spec.loader.exec_module(self.reward)
         self.rows = [json.loads(line) for line in (tiny / "prompts.jsonl").read_text().splitlines()]
         self.draw, self.step = np.random.default_rng(recipe.seed), 0
+        self.gap: dict[str, float] = {}
 
     def sample(self) -> tuple[list[Trajectory], np.ndarray]:
         """Responses, group after group, and their scores."""
-        sampling = Sampling(LENGTH)
+        rollout = self.recipe.rollout
+        assert rollout is not None
+        sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
         rows = self.draw.choice(len(self.rows), PROMPTS, replace=False)
         prompts = [
             self.tokenizer.apply_chat_template(
@@ -100,20 +122,28 @@ class TinyGrpo:
         lr = self.recipe.optimizer.lr
         return self.rank.learn(RankStep(given, lr, None, False, True, None))
 
+    def train(self, change: Callable[[list[Trajectory]], list[Trajectory]] = list, **send: Any) -> np.ndarray:
+        """A step, with `change` between engine and ranks; the scores."""
+        written, scores = self.sample()
+        self.load(change(written))
+        self.gap = self.learn(scores).mismatch.metrics()
+        self.send(**send)
+        return scores
+
     @torch.no_grad()
-    def send(self) -> None:
-        """The policy's weights to the engine."""
+    def send(self, stale: Collection[str] = ()) -> None:
+        """The policy's weights to the engine, without the stale ones."""
         self.step += 1
         own, policy = dict(self.engine.model.named_parameters()), self.rank.policy
         for name, parameter in policy.parameters.items():
-            if (target := name.removeprefix(policy.model.prefix)) in own:
+            if (target := name.removeprefix(policy.model.prefix)) in own and target not in stale:
                 own[target].copy_(shard_of(parameter).local.detach())
         self.engine.version = self.step
 
 
 @contextmanager
-def tiny_grpo(tiny: Path) -> Iterator[TinyGrpo]:
-    run = TinyGrpo(tiny, recipe_of(tiny))
+def tiny_grpo(tiny: Path, **sections: Any) -> Iterator[TinyGrpo]:
+    run = TinyGrpo(tiny, recipe_of(tiny, sections))
     try:
         yield run
     finally:
