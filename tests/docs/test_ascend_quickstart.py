@@ -23,17 +23,19 @@ MISTAKES = {
 }
 
 
-def doctor(machine: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+def doctor(machine: str, monkeypatch: pytest.MonkeyPatch, language: str = "en") -> tuple[int, str]:
     monkeypatch.setenv("COLUMNS", "200")
-    done = CliRunner().invoke(app, ["doctor", str(MACHINES / machine)])
+    done = CliRunner().invoke(app, ["--lang", language, "doctor", str(MACHINES / machine)])
     return done.exit_code, done.stdout
 
 
-def test_the_doctor_of_a_good_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, text = doctor("vllm-ascend-0.23-a2", monkeypatch)
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_doctor_of_a_good_machine(language: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGE if language == "en" else (DOCS / "zh/ascend-quickstart.md").read_text(encoding="utf-8")
+    code, text = doctor("vllm-ascend-0.23-a2", monkeypatch, language)
     assert code == 0
     printed = {line.rstrip() for line in text.splitlines()}
-    shown = blocks(PAGE, "text")[0].splitlines()
+    shown = blocks(page, "text")[0].splitlines()
     assert len(shown) == 5 and set(shown) <= printed
 
 

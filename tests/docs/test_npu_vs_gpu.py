@@ -35,12 +35,16 @@ def test_the_configurations_differ_as_shown(logs: list[Path]) -> None:
         assert line[2:] in own and line[2:] not in other
 
 
-def test_the_report_says_what_is_shown(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_report_says_what_is_shown(
+    logs: list[Path], language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "110")
-    done = CliRunner().invoke(app, ["parity", "compare", *map(str, logs)])
+    page = PAGE if language == "en" else (DOCS / "zh/npu-vs-gpu.md").read_text(encoding="utf-8")
+    done = CliRunner().invoke(app, ["--lang", language, "parity", "compare", *map(str, logs)])
     assert done.exit_code == 1, done.output
     printed = done.stdout.splitlines()
-    shown = [line for block in blocks(PAGE, "text")[1:3] for line in block.splitlines()]
+    shown = [line for block in blocks(page, "text")[1:3] for line in block.splitlines()]
     assert len(shown) == 7
     assert [line for line in shown if line not in printed] == []
 
