@@ -36,7 +36,11 @@ def test_tiny_elsewhere_says_what_to_override(tmp_path: Path) -> None:
 def test_tiny_writes_a_vision_language_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["tiny", "--out", str(tmp_path), "--rows", "10", "--vision"])
     assert result.exit_code == 0, result.output
-    assert f"wrote {tmp_path}/pictures-validation.parquet (1 rows)" in result.output
+    for name in ("train", "validation", "pictures", "pictures-validation"):
+        assert (
+            f"wrote {tmp_path}/{name}.parquet (" in result.output and (tmp_path / f"{name}.parquet").is_file()
+        )
+    assert "isotrain train tiny-vision-sft" in result.output
     assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "qwen2_5_vl"
     refused = CliRunner().invoke(app, ["tiny", "--out", "x", "--vision", "--architecture", "qwen3"])
     assert refused.exit_code == 2 and "qwen3 reads no pictures" in refused.output

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from isotrain.data.pictures import PictureProcessor
-from isotrain.data.prepare.tiny_vision import COLOURS, VisionArchitecture, make_tiny_vision
+from isotrain.data.prepare.tiny_vision import COLOURS, NAMES, VisionArchitecture, make_tiny_vision
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -44,6 +44,9 @@ def test_only_the_picture_says_what_is_wanted(tmp_path: Path) -> None:
         pixels_PC = np.array(Image.open(io.BytesIO(picture["bytes"]))).reshape(-1, 3)
         seen = [kind for kind, colour in COLOURS.items() if (pixels_PC == colour).all(1).any()]
         assert seen == [row["answer"]]
+    for row, prompt in zip(rows(tmp_path / "train.parquet"), table, strict=True):
+        assert row["images"] == prompt["images"]
+        assert [m["content"] for m in row["messages"]] == ["<image>?", NAMES[prompt["answer"]]]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2_5_vl", "qwen3_vl"])

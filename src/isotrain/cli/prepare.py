@@ -124,7 +124,7 @@ def tiny(
 ) -> None:
     """Write a tiny random model, its tokenizer, and two tasks to learn. Nothing is downloaded.
 
-    Vision-language models get one task instead: a picture's colour says what to write.
+    Vision-language models get two others: to name a picture's colour, and to write what the colour says.
 
     Example:
 
@@ -141,8 +141,22 @@ def tiny(
             out, seed=seed, train_rows=rows, validation_rows=validation, architecture=architecture
         )
         typer.echo(f"wrote {out / 'model'} (random weights)")
-        _tell(out, {"pictures.parquet": rows, "pictures-validation.parquet": validation})
+        counts = {
+            "train": rows,
+            "validation": validation,
+            "pictures": rows,
+            "pictures-validation": validation,
+        }
+        _tell(out, {f"{name}.parquet": count for name, count in counts.items()})
         typer.echo(f"wrote {out / 'reward.py'}")
+        files = {
+            "model.path": "model",
+            "data.train": "train.parquet",
+            "data.validation": "validation.parquet",
+        }
+        typer.echo(
+            f"\nNext:\n    isotrain train tiny-vision-sft{_overrides(out, files, Path('work/tiny-vision'))}"
+        )
         return
     if vision:
         raise typer.BadParameter(f"{architecture} reads no pictures; leave --architecture or --vision out")

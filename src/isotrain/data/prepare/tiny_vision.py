@@ -1,4 +1,4 @@
-"""A tiny vision-language model and a task for it: the colour of a shape says which characters to write."""
+"""A tiny vision-language model and two tasks: to name a shape's colour, or to write what the colour says."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ CHAT_TEMPLATE = (
 )
 
 COLOURS = {"digits": (220, 30, 30), "capitals": (30, 30, 220)}
+NAMES = {"digits": "red", "capitals": "blue"}
 _SIDE = 56  # pixels: 4 x 4 patches, 2 x 2 image tokens, for both families
 
 # Of each family as published: what the picture processor divides by, and how large its patches are.
@@ -56,16 +57,19 @@ def make_tiny_vision(
     validation_rows: int = 200,
     architecture: VisionArchitecture = "qwen2_5_vl",
 ) -> None:
-    """Write a model, and prompts with pictures for it; the same arguments give the same pictures and weights.
+    """Write a model, and rows with pictures for it; the same arguments give the same pictures and weights.
 
-    The words of all prompts are the same: a model that does not look at the picture earns one half at best.
+    `train.parquet` and `validation.parquet` are for supervised training, `pictures.parquet` with `reward.py`
+    for reinforcement learning. The words of all prompts are the same: a model that does not look at the
+    picture earns one half at best.
     """
     out.mkdir(parents=True, exist_ok=True)
     for rows, own_seed, suffix in (
         (train_rows, 2 * seed + 1, ""),
         (validation_rows, 2 * seed + 2, "-validation"),
     ):
-        _write_prompts(out / f"pictures{suffix}.parquet", rows, own_seed)
+        supervised = "train" if not suffix else "validation"
+        _write_rows(out / f"pictures{suffix}.parquet", out / f"{supervised}.parquet", rows, own_seed)
     (out / "reward.py").write_bytes(Path(tiny_reward.__file__).read_bytes())
     vocab = make_tokenizer(
         out / "model", vocab=256 + len(_SPECIAL), seed=seed, special=_SPECIAL, template=CHAT_TEMPLATE
@@ -88,27 +92,29 @@ def make_tiny_vision(
     (out / "model" / "preprocessor_config.json").write_text(json.dumps(pictures, indent=1) + "\n")
 
 
-def _write_prompts(file: Path, count: int, seed: int) -> None:
+def _write_rows(prompts: Path, supervised: Path, count: int, seed: int) -> None:
+    """The same pictures for both tasks."""
     import pyarrow
     import pyarrow.parquet
 
     draw = random.Random(seed)
-    records = []
+    answers, files = list[str](), list[bytes]()
     for _ in range(count):
-        answer = draw.choice(tuple(COLOURS))
-        picture = {"bytes": draw_picture(answer, draw), "path": None}
-        prompt = [{"role": "user", "content": "<image>?"}]
-        records.append({"prompt": prompt, "images": [picture], "answer": answer})
-    text, message = pyarrow.string(), [("role", pyarrow.string()), ("content", pyarrow.string())]
-    picture_type = pyarrow.struct([("bytes", pyarrow.binary()), ("path", text)])
-    schema = pyarrow.schema(
-        [
-            ("prompt", pyarrow.list_(pyarrow.struct(message))),
-            ("images", pyarrow.list_(picture_type)),
-            ("answer", text),
-        ]
+        answers.append(draw.choice(tuple(COLOURS)))
+        files.append(draw_picture(answers[-1], draw))
+    text = pyarrow.string()
+    pictures = pyarrow.array(
+        [[{"bytes": file, "path": None}] for file in files],
+        pyarrow.list_(pyarrow.struct([("bytes", pyarrow.binary()), ("path", text)])),
     )
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records, schema=schema), file)
+    messages = pyarrow.list_(pyarrow.struct([("role", text), ("content", text)]))
+    asked = {"role": "user", "content": "<image>?"}
+    told = [[asked, {"role": "assistant", "content": NAMES[answer]}] for answer in answers]
+    for file, columns in (
+        (prompts, {"prompt": pyarrow.array([[asked]] * count, messages), "answer": pyarrow.array(answers)}),
+        (supervised, {"messages": pyarrow.array(told, messages)}),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table({**columns, "images": pictures}), file)
 
 
 def draw_picture(answer: str, draw: random.Random) -> bytes:
