@@ -58,9 +58,9 @@ def train_here(recipe: Recipe, source: str) -> None:
     from isotrain.tools.doctor.examine import preflight
     from isotrain.trainers.first_look import first_look
 
-    first_look(recipe)
     for warning in preflight(recipe):
         print(said(tr("warning: {text}", text=warning)), file=sys.stderr, flush=True)
+    first_look(recipe)
     closing = CLOSING_SECONDS_ONLINE if isinstance(recipe.algorithm, OnlineSection) else CLOSING_SECONDS
     checkpoints = RunDirectory(recipe.output).checkpoints
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from isotrain import hub
@@ -18,6 +19,8 @@ from isotrain.recipe.schema import Recipe
 
 def first_look(recipe: Recipe) -> None:
     """What is wrong in the recipe, its first row of data or its model's path; what names alone say."""
+    if find_spec("torch") is None:  # before data that nobody could train on
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     kind = recipe.device.type
     check_kind(kind)
     if kind == "cpu" or (kind == "auto" and not has_device_files()):
