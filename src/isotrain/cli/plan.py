@@ -131,6 +131,9 @@ def _show(result: RecipePlan, searched: bool) -> None:
     console.print(times)
     console.print(f"bottleneck: {result.time.bottleneck}")
     console.print(whole_run(result.steps, result.time.total))
+    if estimate.THROUGH_FILES in result.time.seconds:
+        on_one, between = estimate.FILE_GB_S
+        console.print(f"files are guessed at {on_one:g} GB/s on one machine, {between:g} GB/s to others")
     if result.changes:
         console.print("changes: " + " ".join(result.changes))
     elif not result.fits and not searched:

@@ -35,6 +35,7 @@ DECODING_STEP_SECONDS = 0.004
 FILE_GB_S = (4.0, 0.86)
 """Weights through files in shared memory, written and loaded: on one machine, and to others. On paper
 (docs/rollout.md, docs/scale.md)."""
+THROUGH_FILES = "weight sync through files"
 ENGINE_RESERVE_GB = 3.0
 """Part of an engine's memory for graphs and activations."""
 
@@ -176,7 +177,7 @@ def step_time(
         result.seconds["generation"] = _generation(recipe, shape, device, engines)
         result.seconds["log-probs"] = _forward_passes(recipe, algorithm) * forward
         route, seconds = _weight_sync(recipe, memory, device, ranks, engines)
-        result.seconds[f"weight sync{route}"] = seconds
+        result.seconds[route] = seconds
     trained_models = 2 if isinstance(algorithm, PpoSection) else 1
     # Layers are gathered while others compute: the slower of the two counts.
     result.seconds["update"] = epochs * trained_models * max(update, gathering)
@@ -186,17 +187,17 @@ def step_time(
 def _weight_sync(
     recipe: Recipe, memory: TrainingMemory, device: DataSheet, ranks: int, engines: EnginePlan
 ) -> tuple[str, float]:
-    """By which route, where it is not the usual one, and seconds."""
+    """Its name, and seconds."""
     assert recipe.rollout is not None
     sent = element_bytes(recipe) * memory.all_parameters
     if recipe.rollout.takes_from_devices and engines.has_room:
         link = device.inside_gb_s if ranks <= device.per_machine else device.between_gb_s
-        return "", sent / engines.tensor_parallel / (link * 1e9 * BANDWIDTH_EFFICIENCY)
+        return "weight sync", sent / engines.tensor_parallel / (link * 1e9 * BANDWIDTH_EFFICIENCY)
     # With ranks on every machine of engines, each machine writes for itself.
     devices = ranks + engines.engines * engines.tensor_parallel
     cluster = recipe.cluster or ClusterSection()
     across = cluster.placement == "separate" and devices > device.per_machine
-    return " through files", sent / (FILE_GB_S[across] * 1e9)
+    return THROUGH_FILES, sent / (FILE_GB_S[across] * 1e9)
 
 
 def _lengths(recipe: Recipe) -> list[int]:
