@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,7 @@ def raw_logps(side: Any, job: Job) -> Iterator[None]:
             for part in parts:
                 part.logprobs_mode = kept
         return
-    from isotrain.rollout import hf
-
+    hf: Any = import_module("isotrain.rollout.hf")
     draw = hf.draw
 
     def raw(logits_BV: Any, sampling: Any, seeds: Any, positions: Any) -> Any:

@@ -18,7 +18,8 @@ from isotrain.recipe.online import RolloutSection
 from isotrain.recipe.schema import ModelSection
 from isotrain.rollout.base import Request, Sampling
 from isotrain.rollout.build import build_rollout
-from isotrain.rollout.hf import HfEngine, gumbel
+from isotrain.rollout.hf import HfEngine
+from isotrain.rollout.sampling import gumbel
 from isotrain.weights.file import write_update
 
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]

@@ -11,7 +11,7 @@ import torch
 
 from isotrain.errors import RolloutError
 from isotrain.rollout.base import Request, Sampling, trajectory_of
-from isotrain.rollout.hf import draw, gumbel, processed
+from isotrain.rollout.sampling import draw, gumbel, processed
 from isotrain.rollout.vllm import _trajectory
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 0.9, -3.0])

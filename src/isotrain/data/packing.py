@@ -429,7 +429,7 @@ def pack_trajectories(
     for trajectory in trajectories:
         assert trajectory.prompt_length >= 1, "nothing would predict the response's first token"
         is_response_T = np.arange(len(trajectory)) >= trajectory.prompt_length
-        own = pictures(trajectory.row) if trajectory.pictures else ()
+        own = pictures(trajectory.row)
         if (digests := tuple(picture.digest for picture in own)) != trajectory.pictures:
             raise DataError(
                 f"the response to row {trajectory.row} saw other pictures ({_short(trajectory.pictures)}) "

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from isotrain.errors import ModelError
@@ -113,6 +114,12 @@ class Vision:
         bytes_PCd = patches_PD.view(len(patches_PD), len(table_CV), -1).long() + offsets_C1
         values_PCd = table_CV.flatten()[bytes_PCd]
         return values_PCd.unsqueeze(2).expand(-1, -1, self.frames, -1).reshape(len(patches_PD), -1)
+
+
+def left_padded_rows(part_T: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Packed rows that end together; the padding is zero."""
+    rows = [row.flip(0) for row in part_T.split(lengths)]
+    return pad_sequence(rows, batch_first=True).flip(1)
 
 
 def refuse_unsupported(model: PreTrainedModel, **used: bool) -> None:

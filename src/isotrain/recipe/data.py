@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from isotrain.language import tr
+from isotrain.recipe.online import OnlineSection
+from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.section import Affects, Section
 
 if TYPE_CHECKING:
@@ -95,17 +97,29 @@ class DataSection(Section):
         return self
 
 
+# Online algorithms whose ranks compute with the policy and its reference alone.
+_WITH_PICTURES = ("grpo", "rloo", "reinforce++", "reinforce++-baseline")
+
+
 def picture_rules(recipe: Recipe) -> Iterator[str]:
     """One line for each field that cannot be used with pictures yet, with what to write instead."""
-    key, model, name = recipe.data.image_key, recipe.model, recipe.algorithm.name
+    key, model, rollout = recipe.data.image_key, recipe.model, recipe.rollout
     if key is None:
         return
-    if name != "sft":
+    mesh, name = recipe.device.mesh, recipe.algorithm.name
+    if isinstance(recipe.algorithm, PreferenceSection):
         yield tr(
             "data.image_key ({key}) cannot be used with {name}: use sft, or remove it", key=key, name=name
         )
+    if isinstance(recipe.algorithm, OnlineSection) and name not in _WITH_PICTURES:
+        yield tr(
+            "data.image_key ({key}) cannot be used with {name}: use one of {known}, or remove it",
+            key=key,
+            name=name,
+            known=", ".join(_WITH_PICTURES),
+        )
     for field in ("context", "expert"):
-        if getattr(recipe.device.mesh, field) > 1:
+        if getattr(mesh, field) > 1:
             yield tr("data.image_key ({key}) needs device.mesh.{field}: 1", key=key, field=field)
     if model.compile:
         yield tr("data.image_key ({key}) cannot be used with model.compile: set it to false", key=key)
@@ -113,3 +127,26 @@ def picture_rules(recipe: Recipe) -> Iterator[str]:
         yield tr("data.image_key ({key}) cannot be used with model.fused on: set auto or off", key=key)
     if recipe.observe.truth:
         yield tr("data.image_key ({key}) cannot be used with observe.truth: remove one", key=key)
+    if rollout is not None and recipe.reward is not None:
+        yield from _online(recipe, key)
+
+
+def _online(recipe: Recipe, key: str) -> Iterator[str]:
+    rollout, reward = recipe.rollout, recipe.reward
+    assert rollout is not None and reward is not None and isinstance(recipe.algorithm, OnlineSection)
+    fields = {
+        "rollout.engine ({engine})": rollout.engine != "hf",
+        "rollout.environment": rollout.environment is not None,
+        "rollout.agent": rollout.agent is not None,
+        "rollout.exact": rollout.exact,
+        "reward.model": reward.model is not None,
+        "reward.process": reward.process is not None,
+        "algorithm.distillation": recipe.algorithm.distillation.path is not None,
+    }
+    for field in (field for field, used in fields.items() if used):
+        yield tr(
+            "data.image_key ({key}) cannot be used with {field} yet: {remedy}",
+            key=key,
+            field=field.format(engine=rollout.engine),
+            remedy="set engine: hf" if "engine" in field else tr("remove one of the two"),
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from isotrain.data.items import Sample
 from isotrain.data.packing import pack, pack_shared, plan_samples
+from isotrain.data.pictures import PictureProcessor
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.engine import InferenceModel
 from isotrain.errors import ModelError, RolloutError, WeightUpdateError
@@ -34,9 +35,10 @@ from isotrain.models.conversion import (
     published_shapes,
     stored_buffers,
 )
-from isotrain.models.load import keep_attention_cap
+from isotrain.models.load import keep_attention_cap, language_model, read_config
 from isotrain.models.packed import TokenHead
 from isotrain.models.routes import FREE, RouteReplay
+from isotrain.models.vision import Vision, left_padded_rows, sees
 from isotrain.rollout.base import (
     More,
     Request,
@@ -47,6 +49,7 @@ from isotrain.rollout.base import (
     stop_tokens,
     trajectory_of,
 )
+from isotrain.rollout.sampling import choose, draw, logps_of
 from isotrain.weights.second_buffer import SecondBuffer
 from isotrain.weights.transport import check_written, erase, rehearse_incoming, unwritten
 from isotrain.weights.update import WeightUpdate
@@ -74,7 +77,8 @@ class _Row:
     def sample(self) -> Sample:
         """For a batch whose loss-bearing tokens are those of the response."""
         tokens_T = self.tokens_T
-        return Sample(tokens_T, np.arange(len(tokens_T)) >= len(self.request.prompt_P))
+        is_response_T = np.arange(len(tokens_T)) >= len(self.request.prompt_P)
+        return Sample(tokens_T, is_response_T, self.request.pictures)
 
 
 class HfEngine:
@@ -108,7 +112,7 @@ class HfEngine:
         self._exact, self._token_budget = exact, token_budget
         model: Any
         if exact is None:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = language_model(read_config(directory)).from_pretrained(
                 directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
             )
         else:
@@ -123,6 +127,10 @@ class HfEngine:
         if head_float32:
             head = self._model.get_output_embeddings()
             head.forward = lambda hidden_BLD: F.linear(hidden_BLD.float(), head.weight.float())
+        self._vision = None
+        if sees(self._model.config):
+            processor = PictureProcessor.of_model(directory)
+            self._vision = Vision(self._model, torch.from_numpy(processor.table_CV), *processor.shape)
         self._vocabulary = vocabulary_size(self._model)
         self._move(device)
 
@@ -301,9 +309,11 @@ class HfEngine:
         ids_BS, mask_BS = left_padded([row.tokens_T for row in rows])
         ids_BS, mask_BS = ids_BS.to(self._device), mask_BS.to(self._device)
         cache = DynamicCache(config=self._model.config)
+        seen, shift_B = self._seen(rows)
         while True:
             with self._recording(rows, mask_BS[:, -ids_BS.shape[1] :]):
-                logits_BV = self._step(ids_BS, mask_BS, cache)
+                logits_BV = self._step(ids_BS, mask_BS, cache, seen, shift_B)
+            seen = None
             active = [index for index, row in enumerate(rows) if not row.finished]
             self._draw([rows[index] for index in active], logits_BV[active], sampling)
             done = [index for index in active if rows[index].finished]
@@ -318,6 +328,7 @@ class HfEngine:
                 kept_B = torch.tensor(keep, device=self._device)
                 cache.batch_select_indices(kept_B)
                 mask_BS = mask_BS[kept_B]
+                shift_B = None if shift_B is None else shift_B[kept_B]
             ids_BS = torch.tensor([[row.tokens[-1]] for row in rows], device=self._device)
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
 
@@ -390,17 +401,43 @@ class HfEngine:
                 row.routes.append(routes_SLK[real_S].numpy())
 
     @torch.no_grad()
-    def _step(self, ids_BS: torch.Tensor, mask_BS: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Logits after the last token of each row."""
+    def _seen(self, rows: Sequence[_Row]) -> tuple[dict[str, Any] | None, torch.Tensor | None]:
+        """Inputs of the first pass over rows of which some have pictures, and how far positions fall behind.
+
+        A picture takes as many positions as its longer side has tokens.
+        """
+        if self._vision is None or not any(row.request.pictures for row in rows):
+            return None, None
+        batch = pack([row.sample for row in rows]).to(self._device)
+        assert batch.pictures is not None
+        embedded = self._vision(batch.tokens_T, batch.positions_T, batch.pictures)
+        ends = [
+            positions_3L.max() + 1 for positions_3L in batch.pictures.positions_3T.split(batch.lengths, 1)
+        ]
+        shift_B = torch.stack(ends) - torch.tensor(batch.lengths, device=self._device)
+        return embedded.inputs(partial(left_padded_rows, lengths=batch.lengths)), shift_B
+
+    @torch.no_grad()
+    def _step(
+        self,
+        ids_BS: torch.Tensor,
+        mask_BS: torch.Tensor,
+        cache: DynamicCache,
+        seen: dict[str, Any] | None = None,
+        shift_B: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits after the last token of each row; `seen` and `shift_B` as `_seen` gives them."""
         positions_BS = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -ids_BS.shape[1] :]
-        output = self._model(
-            input_ids=ids_BS,
-            attention_mask=mask_BS,
-            position_ids=positions_BS,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        if shift_B is not None:
+            positions_BS = positions_BS + shift_B[:, None]
+        inputs: dict[str, Any] = {"attention_mask": mask_BS, "past_key_values": cache, "use_cache": True}
+        if seen is not None:
+            assert self._vision is not None
+            output = self._vision.language_model(**seen, **inputs)
+            hidden_BD = output.last_hidden_state[:, -1]
+            head_BV: torch.Tensor = self._model.get_output_embeddings()(hidden_BD)
+            return head_BV
+        output = self._model(input_ids=ids_BS, position_ids=positions_BS, logits_to_keep=1, **inputs)
         logits_BV: torch.Tensor = output.logits[:, -1]
         return logits_BV
 
@@ -433,59 +470,3 @@ def left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor,
         ids_BS[row, longest - len(prompt_P) :] = torch.from_numpy(prompt_P)
         mask_BS[row, longest - len(prompt_P) :] = 1
     return ids_BS, mask_BS
-
-
-def draw(
-    logits_BV: torch.Tensor, sampling: Sampling, seeds: Sequence[int], positions: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and log-prob of each row."""
-    logits_BV = logits_BV.to("cpu", torch.float32)
-    logp_BV = logps_of(logits_BV, sampling)
-    token_B = choose(logits_BV, logp_BV, sampling, seeds, positions)
-    return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
-
-
-def logps_of(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probs in the distribution that is left by temperature, top-k and top-p.
-
-    Greedy responses have the log-probs of temperature 1.
-    """
-    return (logits_BV if sampling.temperature == 0 else processed(logits_BV, sampling)).log_softmax(-1)
-
-
-def choose(
-    logits_BV: torch.Tensor,
-    logp_BV: torch.Tensor,
-    sampling: Sampling,
-    seeds: Sequence[int],
-    positions: Sequence[int],
-) -> torch.Tensor:
-    """A token of each row, on the host: the best, or a draw from the distribution."""
-    if sampling.temperature == 0:
-        return logits_BV.argmax(-1).cpu()
-    # The largest of log-prob plus Gumbel noise is a draw from the distribution.
-    return (logp_BV.cpu() + gumbel(seeds, positions, logp_BV.shape[1])).argmax(-1)
-
-
-def processed(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits at the temperature, those of tokens that cannot be drawn at minus infinity."""
-    logits_BV = logits_BV / sampling.temperature
-    if 0 < sampling.top_k < logits_BV.shape[1]:
-        smallest_B1 = logits_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
-    if sampling.top_p < 1:
-        sorted_BV, order_BV = logits_BV.sort(dim=-1)
-        # From the least likely up: what is left out has together at most 1 - top_p. The best always stays.
-        out_BV = sorted_BV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        out_BV[:, -1] = False
-        logits_BV = logits_BV.masked_fill(out_BV.scatter(1, order_BV, out_BV), -torch.inf)
-    return logits_BV
-
-
-def gumbel(seeds: Sequence[int], positions: Sequence[int], vocabulary: int) -> torch.Tensor:
-    """Noise from a counter-based generator: no state, hence no order in which rows must be drawn."""
-    rows = []
-    for seed, position in zip(seeds, positions, strict=True):
-        key = np.array([seed % 2**64, position], dtype=np.uint64)
-        rows.append(np.random.Generator(np.random.Philox(key=key)).gumbel(size=vocabulary))
-    return torch.from_numpy(np.stack(rows))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.data.pictures import Picture
 from isotrain.data.trajectory import sample_seed
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.base import Request, Sampling
@@ -23,12 +24,18 @@ def validation_sampling(rollout: RolloutSection) -> Sampling:
 
 
 def sample_requests(
-    row: int, prompt_index: int, prompt_P: npt.NDArray[np.int32], n: int, seed: int
+    row: int,
+    prompt_index: int,
+    prompt_P: npt.NDArray[np.int32],
+    n: int,
+    seed: int,
+    pictures: tuple[Picture, ...] = (),
 ) -> list[Request]:
     """`n` responses to a prompt, each with a seed of its own."""
+    seeds = [sample_seed(seed, prompt_index, sample) for sample in range(n)]
     return [
-        Request(row, prompt_index, sample, sample_seed(seed, prompt_index, sample), prompt_P)
-        for sample in range(n)
+        Request(row, prompt_index, sample, own, prompt_P, pictures=pictures)
+        for sample, own in enumerate(seeds)
     ]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.rollout.base import Request, Sampling
-from isotrain.rollout.hf import processed
+from isotrain.rollout.sampling import processed
 
 Convention = Literal["temperature", "processed", "raw"]
 # The trainer's comes first: it knows temperature, and neither top-p nor top-k.

@@ -108,6 +108,8 @@ def drawn_tokens(
     for trajectory in step.trajectories:
         if left <= 0:
             return
+        if trajectory.pictures:
+            raise ModelError("data.image_key: responses to pictures cannot be compared token by token yet")
         tokens_T = trajectory.tokens_T
         if ((tokens_T < 0) | (tokens_T >= vocabulary)).any():
             raise DataError(f"draw {trajectory.prompt_index} has tokens outside the model's vocabulary")

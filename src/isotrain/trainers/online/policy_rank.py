@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,11 @@ import torch
 from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.mismatch import NOT_MEASURED, Mismatch
 from isotrain.cluster.objects import fetch
+from isotrain.data.encode import Prompt
 from isotrain.data.packing import ExpertRoutes, pack_trajectories
+from isotrain.data.pictures import Picture
 from isotrain.data.record import Recorded, step_file, write_trajectories
+from isotrain.data.store import SampleStore
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.engine import InferenceModel
 from isotrain.engine.offload import offload, onload
@@ -30,6 +34,7 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.observe.spans import SpanLog, rank_name, spanned
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.build import TRAIN, open_prompts
 from isotrain.trainers.job import RankCheckpoints, ResumeState
 from isotrain.trainers.online.build_rank import Models, advantage_settings, build_models, update_settings
 from isotrain.trainers.online.messages import (
@@ -175,7 +180,10 @@ class PolicyRank:
         for group, (_, first) in zip(fetched, plan.groups, strict=True):
             by_number.update(enumerate(group or (), start=first))
         self.minis = [
-            [Micro(pack_trajectories([by_number[i] for i in m], m, plan.share_prompts)) for m in mini]
+            [
+                Micro(pack_trajectories([by_number[i] for i in m], m, plan.share_prompts, self._pictures))
+                for m in mini
+            ]
             for mini in plan.mini_batches
         ]
         if self.algorithm.router_replay == "R3" and any(t.routes_TLK is None for t in by_number.values()):
@@ -189,6 +197,14 @@ class PolicyRank:
         if not self.offloaded:
             self._batches_to_device()
         return []
+
+    @cached_property
+    def _prompts(self) -> SampleStore[Prompt]:
+        return open_prompts(self.recipe)[TRAIN]
+
+    def _pictures(self, row: int) -> tuple[Picture, ...]:
+        """Pictures of a prompt, from this machine's own store: pixels travel nowhere."""
+        return self._prompts[row].pictures if self.recipe.data.image_key else ()
 
     def _batches_to_device(self) -> None:
         for micro in self.micros:

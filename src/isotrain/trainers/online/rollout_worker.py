@@ -129,11 +129,11 @@ class RolloutWorker:
 
     def _requests(self, store: str, prompt_requests: Sequence[PromptRequest], n: int) -> list[Request]:
         prompts = self.stores[store]
-        return [
-            request
-            for prompt_index, row in prompt_requests
-            for request in sample_requests(row, prompt_index, prompts[row].tokens_P, n, self.recipe.seed)
-        ]
+        requests = []
+        for prompt_index, row in prompt_requests:
+            prompt, seed = prompts[row], self.recipe.seed
+            requests += sample_requests(row, prompt_index, prompt.tokens_P, n, seed, prompt.pictures)
+        return requests
 
     def report(self) -> None:
         """Returns as soon as all earlier calls are done."""
