@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from isotrain.errors import RolloutError
 from isotrain.models.config import Positions
 from isotrain.recipe.online import RolloutSection
-from isotrain.rollout.build import EngineArguments
+from isotrain.rollout.build import ENGINES, EngineArguments
 from isotrain.rollout.vllm import _check_options, _reads_in_parts, prefill
 
 
@@ -39,6 +39,12 @@ def test_responses_have_seeds_only_where_they_must_be_repeatable() -> None:
     """On the host a seed costs nothing that can be measured; on a device it is kernels for each response."""
     assert arguments("npu", "engine 0", True).seeded and arguments("cpu", "engine 0", False).seeded
     assert not arguments("npu", "engine 0", False).seeded
+
+
+def test_pictures_are_refused_where_they_would_not_be_seen() -> None:
+    plan = replace(arguments("cpu", "engine 0", True), pictures=1)
+    with pytest.raises(RolloutError, match="sglang is not given pictures yet; set vllm or hf"):
+        ENGINES["sglang"](plan)
 
 
 def test_engines_without_seeds_of_responses_do_not_share_their_noise() -> None:

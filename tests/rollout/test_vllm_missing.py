@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from isotrain.errors import RolloutError
-from isotrain.rollout.vllm import cannot_import
+from isotrain.rollout.vllm_import import cannot_import
 
 
 def failed_import(monkeypatch: pytest.MonkeyPatch, name: str) -> ImportError:

@@ -42,6 +42,8 @@ class EngineArguments:
     """How the ranks compute the model, for an engine that does the same."""
     token_budget: int = 16384
     """Tokens of the ranks' micro-batches."""
+    pictures: int = 0
+    """Most pictures of a prompt; 0 for models that read text alone."""
 
     @property
     def seeded(self) -> bool:
@@ -94,6 +96,7 @@ def build_rollout(
     routes: bool = False,
     trained: ModelSection | None = None,
     token_budget: int = 16384,
+    pictures: int = 0,
 ) -> RolloutEngine:
     directory = model_directory(model_path)
     longest = max_prompt + rollout.max_tokens
@@ -118,6 +121,7 @@ def build_rollout(
             routes,
             trained,
             token_budget,
+            pictures,
         )
     )
 
@@ -148,6 +152,7 @@ def _vllm(plan: EngineArguments) -> RolloutEngine:
         max_length=max_length,
         load_format=plan.rollout.load_format,
         seeded=plan.seeded,
+        pictures=plan.pictures,
         options=plan.rollout.engine_options,
         **{**plan.server, "seed": plan.engine_seed, "config_changes": changes},
     )
@@ -161,6 +166,8 @@ def _sglang(plan: EngineArguments) -> RolloutEngine:
             "model.head_dtype (float32): on a CPU, SGLang's float32 head multiplies weights that were packed "
             "for AMX, as if they were not; set rollout.engine: vllm or hf, or remove head_dtype"
         )
+    if plan.pictures:
+        raise RolloutError("rollout.engine: sglang is not given pictures yet; set vllm or hf")
     max_length = plan.room(8)  # it cuts responses 2 before the end, and refuses prompts of the last 7
     return SglangEngine(
         plan.directory,

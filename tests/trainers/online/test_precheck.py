@@ -45,7 +45,7 @@ def test_the_library_that_vllm_is_linked_with_must_be_there(
 ) -> None:
     recipe = online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "vllm"})
     check_online(recipe)
-    monkeypatch.setattr("isotrain.rollout.vllm._LIBRARY_ON_CPU", "libabsent.so.1")
+    monkeypatch.setattr("isotrain.rollout.vllm_import._LIBRARY_ON_CPU", "libabsent.so.1")
     with pytest.raises(IsotrainError, match=r"needs libabsent\.so\.1: apt-get install libnuma1"):
         check_online(recipe)
 

@@ -40,7 +40,7 @@ from isotrain.recipe.online import (
 from isotrain.recipe.schema import Recipe
 from isotrain.rewards.build import code_sandbox, reward_source
 from isotrain.rewards.function import check_function, function_file
-from isotrain.rollout.vllm import cannot_import, lacks_library
+from isotrain.rollout.vllm_import import cannot_import, lacks_library
 
 if TYPE_CHECKING:  # transformers come with these, and a dry run does without
     from isotrain.data.encode import Prompt
