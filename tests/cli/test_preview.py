@@ -168,3 +168,27 @@ def test_pictures(
     out = capsys.readouterr().out
     assert "picture 1: 56 x 56 pixels, 4 x 4 patches, tokens 7 to 10\n" in out
     assert "<|vision_start|>│<|image_pad|>x4│<|vision_end|>" in out and out.count("<|image_pad|>") == 1
+
+
+def test_pictures_of_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISOTRAIN_CACHE", str(tmp_path / "cache"))
+    make_tiny_vision(tmp_path, train_rows=2, validation_rows=1, architecture="qwen3_vl")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(root=tmp_path).replace("sft", "grpo"))
+    changes = [
+        f"data.train={tmp_path}/pictures.parquet",
+        "data.image_key=images",
+        "rollout.n=2",
+        "rollout.engine=hf",
+    ]
+    preview(
+        str(path),
+        [*changes, "reward.answer_key=answer", f"reward.function.path={tmp_path}/reward.py:score"],
+        2,
+    )
+    out = capsys.readouterr().out
+    assert out.count("picture 1: 64 x 64 pixels, 4 x 4 patches, tokens 7 to 10\n") == 2
+    assert out.count("<|image_pad|>x4│") == 2 and "answer (answer): " in out
+    assert "bytes" not in out, "pictures are no text"
