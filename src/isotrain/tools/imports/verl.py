@@ -101,7 +101,7 @@ def own_config(d: Draft) -> bool:
 
 
 def multimodal(d: Draft) -> None:
-    """Images, video and audio: isotrain trains on text."""
+    """Refuse images, video and audio, whose columns are not imported."""
     why = verl_ppo().exact[f"{A}.freeze_vision_tower"].why
     saved = d.source.kind in ("config", "log")  # they hold the defaults too
     for key in ("image", "video", "audio"):
