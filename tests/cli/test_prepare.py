@@ -41,6 +41,7 @@ def test_tiny_writes_a_vision_language_model(tmp_path: Path) -> None:
             f"wrote {tmp_path}/{name}.parquet (" in result.output and (tmp_path / f"{name}.parquet").is_file()
         )
     assert "isotrain train tiny-vision-sft" in result.output
+    assert f"data.validation={tmp_path}/pictures-validation.parquet" in result.output
     assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "qwen2_5_vl"
     refused = CliRunner().invoke(app, ["tiny", "--out", "x", "--vision", "--architecture", "qwen3"])
     assert refused.exit_code == 2 and "qwen3 reads no pictures" in refused.output

@@ -16,6 +16,9 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError
 from isotrain.rollout.base import Request, Sampling
 from isotrain.rollout.hf import HfEngine
+from isotrain.weights.check import TOLERANCE as WEIGHT_TOLERANCE
+from isotrain.weights.check import WeightCheck, check_pictures
+from isotrain.weights.send import SendOrder, WeightSender
 from vision_models import FAMILIES, make_vlm, samples_of
 
 pytestmark = pytest.mark.heavy
@@ -69,3 +72,27 @@ def test_refuses_responses_to_other_pictures(directory: Path) -> None:
         pack_trajectories(trajectories, [0, 1], True, lambda row: (altered,))
     with pytest.raises(DataError, match=r"than data\.train has there \(none\)"):
         pack_trajectories(trajectories, [0, 1])
+
+
+def test_the_weight_check_finds_a_tower_that_did_not_follow(directory: Path, device_type: str) -> None:
+    requests, pictures = requests_of(directory)
+    prompts = [requests[2 * row].prompt_P for row in sorted(pictures)]
+    order = SendOrder(1, "file", "", 0, 1.0, check_prompts=prompts)
+    rollout = HfEngine(directory, name="engine", dtype="float32", device=torch.device(device_type), batch=6)
+    logps = np.concatenate(rollout.logps(prompts, check_pictures(prompts, pictures.__getitem__)))
+    blind = np.concatenate(rollout.logps(prompts))
+    with engine_of(directory, device_type) as engine:
+        sees = WeightSender(engine, torch.float32, lambda but_weights: None, pictures.__getitem__)
+        blinded = WeightSender(engine, torch.float32, lambda but_weights: None)
+        check, unseeing = WeightCheck(WEIGHT_TOLERANCE["float32"]), WeightCheck(WEIGHT_TOLERANCE["float32"])
+        before, before_blind = sees._check_logps(order), blinded._check_logps(order)
+        assert before is not None and before_blind is not None
+        assert np.abs(before - logps).max() < TOLERANCE and not check.problem(0, 1, logps, before)
+        assert not unseeing.problem(0, 1, blind, before_blind)
+        with torch.no_grad():
+            for parameter in engine.model.vision.tower.parameters():
+                parameter += 0.05 * torch.randn_like(parameter)
+        after, after_blind = sees._check_logps(order), blinded._check_logps(order)
+        assert after is not None and after_blind is not None
+        assert "differ from the trained model" in check.problem(0, 2, logps, after)
+        assert not unseeing.problem(0, 2, blind, after_blind), "without pictures it passes unseen"

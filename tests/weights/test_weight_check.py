@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from isotrain.data.encode import Prompt
+from isotrain.data.pictures import Picture
 from isotrain.weights.check import (
     CHECK_TOKENS,
     TOLERANCE,
     Tolerance,
     WeightCheck,
+    check_pictures,
     check_prompts,
 )
 
@@ -91,3 +93,16 @@ def test_prompts_of_the_check(lengths: list[int], expected: list[int]) -> None:
     prompts = check_prompts(store)
     assert [len(prompt_P) for prompt_P in prompts] == expected and sum(expected) <= CHECK_TOKENS
     assert all(prompt_P.dtype == np.int32 and prompt_P[0] == 7 for prompt_P in prompts)
+
+
+def test_the_first_picture_of_the_check_is_whole() -> None:
+    """In a prompt that would be cut before it; what is cut after it takes no picture along."""
+    first, second = (Picture(np.zeros((16, 3), np.uint8), (1, 4, 4), at, 4, "") for at in (300, 303))
+    seen = {1: (first, second), 2: (first,)}
+    store: Any = [
+        Prompt(np.zeros(length, np.int32), b"{}", lambda row=row: seen.get(row, ()))
+        for row, length in enumerate((100, 400, 400))
+    ]
+    prompts = check_prompts(store)
+    assert [len(prompt_P) for prompt_P in prompts] == [100, 305]
+    assert check_pictures(prompts, lambda row: seen.get(row, ())) == [(), (first,)]

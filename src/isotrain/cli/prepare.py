@@ -149,14 +149,7 @@ def tiny(
         }
         _tell(out, {f"{name}.parquet": count for name, count in counts.items()})
         typer.echo(f"wrote {out / 'reward.py'}")
-        files = {
-            "model.path": "model",
-            "data.train": "train.parquet",
-            "data.validation": "validation.parquet",
-        }
-        typer.echo(
-            f"\nNext:\n    isotrain train tiny-vision-sft{_overrides(out, files, Path('work/tiny-vision'))}"
-        )
+        _tell_next(out, "tiny-vision", "train.parquet", "validation.parquet", "pictures{}.parquet")
         return
     if vision:
         raise typer.BadParameter(f"{architecture} reads no pictures; leave --architecture or --vision out")
@@ -167,17 +160,22 @@ def tiny(
     for kind in ("pairs", "responses", "steps"):
         typer.echo(f"wrote {out / f'{kind}.jsonl'} ({rows:,} rows), {kind}-validation.jsonl ({validation:,})")
     typer.echo(f"wrote {out / 'reward.py'}")
-    usual = Path("work/tiny")
-    supervised = {"model.path": "model", "data.train": "train.jsonl", "data.validation": "validation.jsonl"}
+    _tell_next(out, "tiny", "train.jsonl", "validation.jsonl", "prompts{}.jsonl")
+
+
+def _tell_next(out: Path, kind: str, train: str, validation: str, prompts: str) -> None:
+    """The two recipes to run, with overrides where the files are not in their usual place."""
+    model, usual = {"model.path": "model"}, Path("work") / kind
+    supervised = {**model, "data.train": train, "data.validation": validation}
     online = {
-        "model.path": "model",
-        "data.train": "prompts.jsonl",
-        "data.validation": "prompts-validation.jsonl",
+        **model,
+        "data.train": prompts.format(""),
+        "data.validation": prompts.format("-validation"),
         "reward.function.path": "reward.py:score",
     }
     typer.echo(
-        f"\nNext:\n    isotrain train tiny-sft{_overrides(out, supervised, usual)}"
-        f"\nor, learning from rewards:\n    isotrain train tiny-grpo{_overrides(out, online, usual)}"
+        f"\nNext:\n    isotrain train {kind}-sft{_overrides(out, supervised, usual)}"
+        f"\nor, learning from rewards:\n    isotrain train {kind}-grpo{_overrides(out, online, usual)}"
     )
 
 

@@ -135,7 +135,7 @@ def _online(recipe: Recipe, key: str) -> Iterator[str]:
     rollout, reward = recipe.rollout, recipe.reward
     assert rollout is not None and reward is not None and isinstance(recipe.algorithm, OnlineSection)
     fields = {
-        "rollout.engine ({engine})": rollout.engine != "hf",
+        "rollout.engine ({engine})": rollout.engine == "sglang",
         "rollout.environment": rollout.environment is not None,
         "rollout.agent": rollout.agent is not None,
         "rollout.exact": rollout.exact,

@@ -148,8 +148,13 @@ class RolloutEngine(Protocol):
         `more` is asked again and again, and for the last time when nothing is left to do.
         """
 
-    def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs of each sequence's tokens from the second on, at temperature 1, with its weights."""
+    def logps(
+        self, sequences: Sequence[npt.NDArray[np.int32]], pictures: Sequence[tuple[Picture, ...]] = ()
+    ) -> list[npt.NDArray[np.float32]]:
+        """Log-probs of each sequence's tokens from the second on, at temperature 1, with its weights.
+
+        `pictures` are those of each sequence, if any has some.
+        """
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Take new weights; raises `WeightUpdateError` where they are not those that `update` describes."""

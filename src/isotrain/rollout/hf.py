@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from isotrain.data.items import Sample
 from isotrain.data.packing import pack, pack_shared, plan_samples
-from isotrain.data.pictures import PictureProcessor
+from isotrain.data.pictures import Picture, PictureProcessor
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.engine import InferenceModel
 from isotrain.errors import ModelError, RolloutError, WeightUpdateError
@@ -183,7 +183,9 @@ class HfEngine:
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(1, 1)], dim=1)
 
     @torch.no_grad()
-    def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+    def logps(
+        self, sequences: Sequence[npt.NDArray[np.int32]], pictures: Sequence[tuple[Picture, ...]] = ()
+    ) -> list[npt.NDArray[np.float32]]:
         self._check_usable()
         check_tokens(sequences, self._vocabulary, self.name)
         logps = []
@@ -192,9 +194,17 @@ class HfEngine:
             with self._packed() as model:
                 results = model.infer([pack([sample]) for sample in samples], lambda head: head.logps())
             return [logp_T.cpu().numpy() for logp_T in results]
-        for tokens_T in sequences:
+        for tokens_T, seen in zip(sequences, pictures or [()] * len(sequences), strict=True):
             ids_T = torch.from_numpy(tokens_T.astype(np.int64)).to(self._device)
-            logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
+            if seen:
+                assert self._vision is not None
+                batch = pack([Sample(tokens_T, np.ones(len(tokens_T), np.bool_), seen)]).to(self._device)
+                embedded = self._vision(batch.tokens_T, batch.positions_T, batch.pictures)
+                inputs = embedded.inputs(lambda packed: packed[None])
+                hidden_BTH = self._vision.language_model(**inputs, use_cache=False).last_hidden_state
+                logits_TV = self._model.get_output_embeddings()(hidden_BTH)[0, :-1].float()
+            else:
+                logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
             logp_T = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
             logps.append(logp_T.cpu().numpy())
         return logps

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from isotrain.data.pictures import Picture
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import find_device
 from isotrain.device.vendors import child_environment
@@ -157,7 +158,10 @@ class SglangEngine:
         for index, reply in self._run(ask(requests), lambda: ask(more())):
             yield read_response(reply, asked[index], sampling, self.version, self.name)
 
-    def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+    def logps(
+        self, sequences: Sequence[npt.NDArray[np.int32]], pictures: Sequence[tuple[Picture, ...]] = ()
+    ) -> list[npt.NDArray[np.float32]]:
+        assert not any(pictures), "recipes with pictures are refused"
         check_tokens(sequences, self._vocabulary, self.name)
         logps = {
             index: read_logps(reply, sequences[index], self._vocabulary, self.version, self.name)

@@ -9,12 +9,14 @@ T: tokens of all prompts, each from its second on.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from isotrain.data.encode import Prompt
+from isotrain.data.pictures import Picture
 from isotrain.data.store import SampleStore
 
 Logps = npt.NDArray[np.float32]
@@ -92,13 +94,29 @@ class WeightCheck:
 
 
 def check_prompts(store: SampleStore[Prompt]) -> list[npt.NDArray[np.int32]]:
-    """The first prompts, cut at `CHECK_TOKENS`; a single token is repeated: log-probs need a second."""
+    """The first prompts, cut at `CHECK_TOKENS`; a single token is repeated: log-probs need a second.
+
+    The first picture stays whole, with a token after it: a tower that is stale would pass unseen.
+    """
     prompts: list[npt.NDArray[np.int32]] = []
-    room = CHECK_TOKENS
+    room, seen = CHECK_TOKENS, False
     for number in range(min(len(store), CHECK_PROMPTS)):
-        prompt_P = store[number].tokens_P[:room]
+        prompt = store[number]
+        if not seen and prompt.pictures:
+            room, seen = max(room, prompt.pictures[0].stop + 1), True
+        prompt_P = prompt.tokens_P[:room]
         prompts.append(np.resize(prompt_P, max(2, len(prompt_P))))
         room -= len(prompts[-1])
         if room < 2:
             break
     return prompts
+
+
+def check_pictures(
+    prompts: Sequence[npt.NDArray[np.int32]], pictures: Callable[[int], tuple[Picture, ...]]
+) -> list[tuple[Picture, ...]]:
+    """The pictures that are whole in each prompt of `check_prompts`; `pictures` are those of a row."""
+    return [
+        tuple(picture for picture in pictures(row) if picture.stop <= len(prompt_P))
+        for row, prompt_P in enumerate(prompts)
+    ]

@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from isotrain.data.items import Sample
 from isotrain.data.packing import pack
+from isotrain.data.pictures import Picture
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.offload import has_weights, onload
 from isotrain.errors import WeightUpdateError
 from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.models.lora import ADAPTER, base_name, is_adapter
+from isotrain.weights.check import check_pictures
 from isotrain.weights.digest import HOST, Weight
 from isotrain.weights.file import read_update
 from isotrain.weights.transport import TRANSPORTS, Sender, error_within
@@ -60,9 +62,18 @@ class Sent(NamedTuple):
 
 
 class WeightSender:
-    def __init__(self, policy: TrainingEngine, dtype: torch.dtype, offload: Callable[[bool], None]) -> None:
-        """Engines get weights as `dtype`; `offload` is that of all models of the rank."""
-        self._policy, self._dtype, self._offload = policy, dtype, offload
+    def __init__(
+        self,
+        policy: TrainingEngine,
+        dtype: torch.dtype,
+        offload: Callable[[bool], None],
+        pictures: Callable[[int], tuple[Picture, ...]] = lambda row: (),
+    ) -> None:
+        """Engines get weights as `dtype`; `offload` is that of all models of the rank.
+
+        `pictures`: those of a training prompt.
+        """
+        self._policy, self._dtype, self._offload, self._pictures = policy, dtype, offload, pictures
         self._senders: dict[tuple[str, torch.device], Sender] = {}
 
     def announce(self, order: SendOrder) -> Sent:
@@ -138,7 +149,11 @@ class WeightSender:
     def _check_logps(self, order: SendOrder) -> npt.NDArray[np.float32] | None:
         if order.check_prompts is None:
             return None
-        samples = [Sample(prompt_P, np.ones(len(prompt_P), np.bool_)) for prompt_P in order.check_prompts]
+        pictures = check_pictures(order.check_prompts, self._pictures)
+        samples = [
+            Sample(prompt_P, np.ones(len(prompt_P), np.bool_), seen)
+            for prompt_P, seen in zip(order.check_prompts, pictures, strict=True)
+        ]
         (logp_N,) = self._policy.infer([pack(samples)], lambda head: head.logps())
         logps: npt.NDArray[np.float32] = logp_N.float().cpu().numpy()
         return logps

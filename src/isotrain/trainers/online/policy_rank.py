@@ -125,7 +125,7 @@ class PolicyRank:
         self.models: Models = build_models(recipe, self.algorithm, self.open, store)
         self.device, self.world = self.models.device, self.models.world
         self.policy = self.models.policy
-        self.weights = WeightSender(self.policy, self.models.rollout_dtype, self.offload)
+        self.weights = WeightSender(self.policy, self.models.rollout_dtype, self.offload, self._pictures)
         self.run = RunDirectory(recipe.output)
         engines = {"": self.policy} | ({"critic/": critic} if (critic := self.models.critic) else {})
         self.checkpoints = RankCheckpoints.open(self.run, recipe.trainer, self.device, engines, self.spans)

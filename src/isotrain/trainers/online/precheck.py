@@ -40,7 +40,7 @@ from isotrain.recipe.online import (
 from isotrain.recipe.schema import Recipe
 from isotrain.rewards.build import code_sandbox, reward_source
 from isotrain.rewards.function import check_function, function_file
-from isotrain.rollout.vllm_import import cannot_import, lacks_library
+from isotrain.rollout.vllm_import import cannot_import, lacks_library, lacks_torchvision
 
 if TYPE_CHECKING:  # transformers come with these, and a dry run does without
     from isotrain.data.encode import Prompt
@@ -282,8 +282,9 @@ def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
         return
     if rollout.engine == "vllm" and find_spec("vllm") is None:
         yield cannot_import(ModuleNotFoundError(name="vllm"), recipe.device.type)
-    elif rollout.engine == "vllm" and (lacking := lacks_library()):
-        yield lacking
+    elif rollout.engine == "vllm":
+        lacking = lacks_library() or (lacks_torchvision() if recipe.data.image_key else None)
+        yield from [lacking] if lacking else []
     python = rollout.server_python
     if rollout.engine == "sglang" and python is None and find_spec("sglang") is None:
         yield RolloutError(

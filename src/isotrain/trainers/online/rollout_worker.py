@@ -28,6 +28,7 @@ from isotrain.trainers.online.engine_loop import EngineLoop, Prompts
 from isotrain.trainers.online.episodes import Episodes
 from isotrain.trainers.online.messages import PromptRequest, Responses, TrajectoriesHandle, describe
 from isotrain.trainers.online.prompt_queue import Draws, Supply
+from isotrain.weights.check import check_pictures
 from isotrain.weights.stream import wait_for_end
 from isotrain.weights.update import StoreSource, WeightUpdate
 
@@ -76,6 +77,7 @@ class RolloutWorker:
             routes=recipe.algorithm.router_replay == "R3",
             trained=recipe.model,
             token_budget=recipe.data.tokens_per_micro_batch,
+            pictures=recipe.data.images.max_per_prompt if recipe.data.image_key else 0,
         )
 
     def _longest_prompt(self) -> int:
@@ -173,7 +175,10 @@ class RolloutWorker:
     def weight_check(self, prompts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
         """Log-probs of all prompts, one after the other."""
         with _dying_with_its_engine():
-            return np.concatenate(self.loop.run(lambda: self.engine.logps(prompts)))
+            seen = []
+            if self.recipe.data.image_key:
+                seen = [check_pictures(prompts, lambda row: self.stores[TRAIN][row].pictures)]
+            return np.concatenate(self.loop.run(lambda: self.engine.logps(prompts, *seen)))
 
     def version_and_check(
         self, prompts: Sequence[npt.NDArray[np.int32]]
