@@ -1,6 +1,8 @@
 """Rows with pictures become samples whose tokens, pictures and stores belong together, or errors."""
 
 import json
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,10 @@ import pyarrow.parquet
 import pytest
 
 from isotrain.data.encode import Encoder, PromptEncoder
+from isotrain.data.items import Item
 from isotrain.data.pictures import Picture, PictureProcessor
-from isotrain.data.rows import read_rows
-from isotrain.data.tokenise import cached_store
+from isotrain.data.rows import Row, read_rows
+from isotrain.data.tokenise import cached_store, encode_chunk
 from isotrain.errors import DataError
 from isotrain.models.files import load_tokenizer
 from vision_models import make_vlm, png
@@ -127,8 +130,30 @@ def test_an_exchanged_file_is_not_taken_from_an_older_store(model: Path, tmp_pat
         return picture.digest
 
     before = digest()
+    # Nothing that no row names counts, such as a run's plots or an editor's dangling link.
+    (data / "plot.png").write_bytes(png((56, 56), 3))
+    (data / ".#rows.jsonl").symlink_to("nowhere")
+    assert digest() == before and len(list((tmp_path / "cache").glob("*/meta.json"))) == 1
     (data / "a.png").write_bytes(png((84, 56), 5))
     assert digest() != before
+
+
+def test_a_chunk_does_not_hold_the_pixels_of_its_rows(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path, [row_of("<image>?", "a.png")] * 5)
+    encoder = encoder_of(model, tmp_path)
+    alive: list[weakref.ref[Item]] = []
+
+    def values(row: Row, of: Callable[[Row], list[Item]] = encoder.values) -> list[Item]:
+        assert sum(item() is not None for item in alive) <= 1
+        items = of(row)
+        alive.extend(map(weakref.ref, items))
+        return items
+
+    monkeypatch.setattr(encoder, "values", values)
+    encode_chunk(encoder, list(read_rows(source)), tmp_path / "chunk")
+    assert len(alive) == 5
 
 
 @pytest.mark.parametrize(
@@ -143,6 +168,7 @@ def test_an_exchanged_file_is_not_taken_from_an_older_store(model: Path, tmp_pat
         "absolute": (row_of("<image>?", "/etc/passwd"), "leads out of"),
         "missing": (row_of("<image>?", "c.png"), "cannot be read"),
         "directory": (row_of("<image>?", "."), "cannot be read"),
+        "no name": (row_of("<image>?", "a\0.png"), "cannot be read"),
         "number": (row_of("<image>?", 3), "must have bytes or paths, not int"),
         "not one": (row_of("<image>?", "rows.jsonl"), "not a picture"),
         "video": (row_of([{"type": "video"}], None), "only pictures and text"),

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from isotrain.data import rows as module
-from isotrain.data.rows import Row, read_rows, source_digest
+from isotrain.data.rows import Row, first_row, read_rows, source_digest
 from isotrain.errors import DataError
 
 
@@ -120,6 +120,14 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         read_rows(str(tmp_path / "a.xlsx"))
     with pytest.raises(DataError, match="no data given"):
         read_rows([])
+
+
+def test_the_first_row_of_a_hub_is_not_looked_for() -> None:
+    for name in ("org/set", "org/set@refs/convert/parquet", "org/set:train[:50%] + test", "set:main:train"):
+        assert first_row(name) is None
+    for name in ("a/b/none.jsonl", "no set", "-x"):
+        with pytest.raises(DataError, match="no such file"):
+            first_row(name)
 
 
 class TestHub:

@@ -5,8 +5,10 @@ T: tokens of one sample.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 from isotrain.data.formats import ChatMessage, ChatRow, Text
 from isotrain.data.items import Sample
 from isotrain.data.pictures import MOST_BYTES, Picture, PictureFiles, PictureProcessor
-from isotrain.data.rows import Row
+from isotrain.data.rows import Row, read_rows
 from isotrain.errors import DataError
 from isotrain.files import parse_json, read_regular
 from isotrain.recipe.data import PICTURE_MODELS
@@ -51,7 +53,24 @@ class RowPictures:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that samples depend on besides the rows."""
-        return {"key": self.key, "processor": repr(self.files.processor), "token": self.token}
+        return {
+            "key": self.key,
+            "most": self.max_per_prompt,
+            "processor": repr(self.files.processor),
+            "token": self.token,
+        }
+
+    def files_digest(self, source: str | Sequence[str]) -> str:
+        """SHA-256 over sizes and times of all files that rows name: an exchanged one needs another store."""
+        total = hashlib.sha256()
+        for row in read_rows(source):
+            for name in map(_path, _listed(row.values.get(self.key))):
+                if name is None or row.directory is None:
+                    continue
+                with suppress(OSError, ValueError):  # whose row is then refused
+                    status = (row.directory / name).stat()
+                    total.update(repr((name, status.st_size, status.st_mtime_ns)).encode())
+        return total.hexdigest()
 
     def without_bytes(self, row: Row) -> Row:
         """The row that rewards and viewers get."""
@@ -59,8 +78,7 @@ class RowPictures:
 
     def read(self, row: Row, conversation: ChatRow | Text | str) -> tuple[Any, list[Picture]]:
         """The conversation with a part for each picture, as chat templates take it, and the pictures."""
-        sources = row.values.get(self.key)
-        sources = [] if sources is None else sources if isinstance(sources, list) else [sources]
+        sources = _listed(row.values.get(self.key))
         if len(sources) > self.max_per_prompt:
             raise DataError(
                 f"'{self.key}' has {len(sources)} pictures; raise data.images.max_per_prompt "
@@ -136,10 +154,23 @@ def _with_parts(message: ChatMessage) -> ChatMessage:
     return message
 
 
+def _listed(column: Any) -> list[Any]:
+    """The pictures of a row, which may be one alone."""
+    return [] if column is None else column if isinstance(column, list) else [column]
+
+
+def _content(source: Any) -> Any:
+    """Bytes or path of a picture, also where both stand in a dictionary."""
+    return source.get("bytes") or source.get("path") if isinstance(source, Mapping) else source
+
+
+def _path(source: Any) -> str | None:
+    return content if isinstance(content := _content(source), str) else None
+
+
 def _file(source: Any, row: Row, key: str) -> bytes:
     """The bytes of a picture; a path is relative to the data file, and stays below its directory."""
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path")
+    source = _content(source)
     if isinstance(source, bytes):
         return source
     if not isinstance(source, str):
@@ -151,12 +182,15 @@ def _file(source: Any, row: Row, key: str) -> bytes:
         raise DataError(f"'{key}' has an address, {source[:60]!r}; download the picture, and write its path")
     if row.directory is None:
         raise DataError(f"'{key}' has the path {source!r}, but rows of a Hub data set have no directory")
-    path = (row.directory / source).resolve()
-    if not path.is_relative_to(row.directory.resolve()):
-        raise DataError(f"'{key}': {source!r} leads out of {row.directory}; move the pictures below it")
     try:
+        path = (row.directory / source).resolve()
+        if not path.is_relative_to(row.directory.resolve()):
+            raise DataError(f"'{key}': {source!r} leads out of {row.directory}; move the pictures below it")
         if path.stat().st_size > MOST_BYTES:
             raise DataError(f"{path}: more than {MOST_BYTES} bytes; store it smaller")
         return read_regular(path, MOST_BYTES)
-    except OSError as error:
-        raise DataError(f"'{key}': {path} cannot be read: {error.strerror or error}") from None
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:  # a ValueError for a name that no file can have
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"'{key}': {row.directory}/{source!r} cannot be read: {why}") from None

@@ -179,7 +179,8 @@ def _decoded(image: bytes | Path) -> Any:
                     f"{name}: {opened.width} x {opened.height} pixels; the most is {MOST_PIXELS}: "
                     "scale it down"
                 )
-            if getattr(opened, "n_frames", 1) > 1:
+            # A camera's JPEG may have a preview behind the picture, which is the first frame.
+            if getattr(opened, "n_frames", 1) > 1 and opened.format != "MPO":
                 raise DataError(
                     f"{name}: {opened.n_frames} frames; video is not supported, store one of them"
                 )

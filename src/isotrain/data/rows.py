@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 from isotrain import hub
@@ -59,7 +58,8 @@ def first_row(source: str | Sequence[str]) -> Row | None:
     """The first row of a source; None where a hub has to be asked for it. All names are looked at."""
     files = [_files(name) for name in _names(source)]
     for name in (name for name, local in zip(_names(source), files, strict=True) if local is None):
-        if name.count("/") > 1 or name.startswith("-") or " " in name:
+        repository = name.partition(":")[0].partition("@")[0]  # revisions and splits may have both
+        if repository.count("/") > 1 or name.startswith("-") or " " in repository:
             raise DataError(f"{name}: no such file or directory")
     if None in files:
         return None
@@ -84,17 +84,6 @@ def source_digest(source: str | Sequence[str]) -> str:
                     content.update(chunk)
             total.update(file.suffix.encode() + content.digest())
     return total.hexdigest()
-
-
-def picture_files_digest(source: str | Sequence[str]) -> str:
-    """SHA-256 over names, sizes and times of all files below a source's directories.
-
-    Rows may name pictures there by path: one that is exchanged must not be taken from an older store.
-    """
-    files = [file for name in _names(source) for file in _files(name) or ()]
-    below = sorted(path for parent in {file.parent for file in files} for path in parent.rglob("*"))
-    facts = [(str(path), s.st_size, s.st_mtime_ns) for path in below if S_ISREG((s := path.stat()).st_mode)]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def count_rows(source: str | Sequence[str]) -> int:

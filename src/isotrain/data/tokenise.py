@@ -29,8 +29,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from isotrain.children import die_with_parent, module_command
 from isotrain.data.encode import Encoder, PromptEncoder
 from isotrain.data.preference import PreferenceEncoder
-from isotrain.data.rows import Row, count_rows, picture_files_digest, read_rows, source_digest
-from isotrain.data.store import META, OFFSETS, Codec, SampleStore, store_key
+from isotrain.data.rows import Row, count_rows, read_rows, source_digest
+from isotrain.data.store import META, OFFSETS, Codec, Columns, SampleStore, store_key
 from isotrain.errors import DataError
 
 CHUNK_ROWS = 1024
@@ -80,15 +80,17 @@ def chunk_path(directory: Path, first: int, rows: Sequence[Row]) -> Path:
 def encode_chunk(encoder: RowEncoder[Any], rows: Sequence[Row], path: Path) -> None:
     """Write what rows are encoded to, with its SHA-256 before it."""
     codec = encoder.codec
-    encoded = [encoder.values(row) for row in rows]
-    entries = [codec.write(value) for values in encoded for value in values]
-    arrays: dict[str, npt.NDArray[Any]] = {
-        "rows": np.array([len(rows), sum(not values for values in encoded)], np.int64)
-    }
+    entries: list[Columns] = []
+    dropped = 0
+    for row in rows:  # only columns are kept: the values of a chunk may hold gigabytes of pixels
+        values = encoder.values(row)
+        entries += map(codec.write, values)
+        dropped += not values
+    arrays: dict[str, npt.NDArray[Any]] = {"rows": np.array([len(rows), dropped], np.int64)}
     for part in codec.layout:
         for name, kind in part.types.items():
             whole = [np.zeros(0, kind), *(entry[name] for entry in entries)]
-            arrays[name] = np.concatenate([values.astype(kind) for values in whole])
+            arrays[name] = np.concatenate([column.astype(kind) for column in whole])
             lengths = np.array([len(entry[name]) for entry in entries], OFFSETS)
             assert np.array_equal(arrays.setdefault(part.offsets, lengths), lengths), "equally many elements"
     file = io.BytesIO()
@@ -123,8 +125,8 @@ def cached_store(
 ) -> SampleStore[T]:
     """The store of a source under `root`, built if it is not there."""
     identity = source_digest(source)
-    if encoder.settings.get("pictures"):
-        identity += picture_files_digest(source)
+    if pictures := getattr(encoder, "pictures", None):
+        identity += pictures.files_digest(source)
     key = store_key(identity, encoder.tokenizer, encoder.settings)
     directory = root / key
     if not directory.is_dir():

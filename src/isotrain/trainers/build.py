@@ -15,7 +15,7 @@ from isotrain.algorithms.preference_losses import (
 )
 from isotrain.algorithms.sft import SUPERVISED_LOSSES
 from isotrain.data.encode import Encoder, Prompt, PromptEncoder
-from isotrain.data.items import Item
+from isotrain.data.items import PICTURE_ROWS, Item
 from isotrain.data.loader import BatchLoader, Sampler
 from isotrain.data.preference import single_token
 from isotrain.data.store import SampleStore
@@ -34,7 +34,7 @@ from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.optimizer import make_schedule
 from isotrain.engine.scores import StepScores, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
-from isotrain.errors import RecipeError
+from isotrain.errors import DataError, RecipeError
 from isotrain.models.attention import shares_prompts
 from isotrain.models.files import load_tokenizer, model_directory
 from isotrain.observe.console import Console
@@ -194,6 +194,7 @@ def open_loaders(
     """Training and validation micro-batches; each data set is tokenised once and cached."""
     data = recipe.data
     train = _open_store(recipe, "train", data.train, world, console)
+    check_pictures(train, data.image_key)
     if warning := repetition_warning(data, len(train)):
         console.message(f"warning: {warning}")
     limit = None if recipe.trainer.steps else len(train) * recipe.trainer.epochs
@@ -257,6 +258,15 @@ def _open_store(
     )
 
 
+def check_pictures(store: SampleStore[Any], key: str | None) -> None:
+    """A misspelt column would train without pictures, and without a word."""
+    if key and not store.meta[PICTURE_ROWS.count]:
+        raise DataError(
+            f"data.image_key: no row of data.train has a picture in '{key}'; write the name of the column "
+            "that has them, or remove image_key"
+        )
+
+
 def repetition_warning(data: DataSection, rows: int) -> str:
     """A warning if a batch is larger than the data, else empty."""
     if data.batch_size <= rows:
@@ -279,4 +289,6 @@ def open_prompts(recipe: Recipe, tell: Callable[[str], None] | None = None) -> d
         tokenizer, data.prompt_key, data.max_length, data.too_long, picture_arguments(recipe)
     )
     sources = {TRAIN: data.train} | ({VALIDATION: data.validation} if data.validation else {})
-    return {name: cached_store(source, encoder, cache("tokens"), tell) for name, source in sources.items()}
+    stores = {name: cached_store(source, encoder, cache("tokens"), tell) for name, source in sources.items()}
+    check_pictures(stores[TRAIN], data.image_key)
+    return stores

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 
 from isotrain import hub
 from isotrain.data.formats import ColumnNames, detect, prompt_of
@@ -13,6 +15,7 @@ from isotrain.device.vendors import check_host_ranks, check_kind, has_device_fil
 from isotrain.errors import DataError
 from isotrain.models.files import model_directory
 from isotrain.observe.run_directory import cannot_use
+from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 
@@ -23,7 +26,7 @@ def first_look(recipe: Recipe) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     kind = recipe.device.type
     check_kind(kind)
-    if kind == "cpu" or (kind == "auto" and not has_device_files()):
+    if _ranks_are_here(recipe) and (kind == "cpu" or (kind == "auto" and not has_device_files())):
         check_host_ranks(recipe.device.ranks)
     for field, source in _sources(recipe):
         try:
@@ -37,9 +40,18 @@ def first_look(recipe: Recipe) -> None:
         except DataError as error:
             raise DataError(f"{field}: {error}") from None
     path = recipe.model.path
-    if Path(path).expanduser().exists() or path.count("/") != 1 or hub.is_offline():
+    if Path(path).expanduser().exists() or path.partition("@")[0].count("/") > 1 or hub.is_offline():
         model_directory(path)  # nothing to download: no hub has a name like that, or none is asked
     _check_output(Path(recipe.output))
+
+
+def _ranks_are_here(recipe: Recipe) -> bool:
+    """Whether no other machine can have some: of torchrun, or of a Ray cluster that the run would join."""
+    if recipe.rollout is None:
+        return "RANK" not in os.environ
+    address = (recipe.cluster or ClusterSection()).address
+    begun = os.environ.get("RAY_ADDRESS") or (Path(gettempdir()) / "ray" / "ray_current_cluster").exists()
+    return address == "local" or (address == "auto" and not begun)
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str | list[str]]]:

@@ -539,9 +539,9 @@ NOT_THE_SAME = {
     ),
     "shorter model": (f"{TRAINING} actor_rollout_ref.rollout.max_model_len=600", "max_model_len"),
     "more prompts": (f"{TRAINING} data.gen_batch_size=2048", "gen_batch_size"),
-    "images": (f"{TRAINING} data.image_key=images", "pictures are not imported yet"),
-    "model of images": (f"{TRAINING} actor_rollout_ref.model.path=Qwen2.5-VL-7B", "pictures are not imported yet"),
-    "rows with images": (TRAINING.replace("gsm8k", "geo3k/train.parquet"), "pictures are not imported yet"),
+    "images": (f"{TRAINING} data.image_key=images", "not imported yet"),
+    "model of images": (f"{TRAINING} actor_rollout_ref.model.path=Qwen2.5-VL-7B", "not imported yet"),
+    "rows with images": (TRAINING.replace("gsm8k", "geo3k/train.parquet"), "not imported yet"),
     "a line that is not understood": (f"x=((\n{TRAINING}", "not understood"),
 }  # fmt: skip
 

@@ -56,6 +56,8 @@ def read_recorded_step(run: Path, step: int = 1, model: Path | None = None) -> R
             )
         model = _initial_model(run, recipe.model.path, recipe.model.perturbation)
     written = [record.trajectory for record in read_step(trajectories(run), step)]
+    if any(trajectory.pictures for trajectory in written):
+        raise DataError(f"{run}: its prompts have pictures, with which this cannot compute yet")
     fitting = [t for t in written if len(t.mask_N) and (t.version_N[t.mask_N] == step - 1).all()]
     if not fitting:
         raise DataError(
@@ -108,8 +110,6 @@ def drawn_tokens(
     for trajectory in step.trajectories:
         if left <= 0:
             return
-        if trajectory.pictures:
-            raise ModelError("data.image_key: responses to pictures cannot be compared token by token yet")
         tokens_T = trajectory.tokens_T
         if ((tokens_T < 0) | (tokens_T >= vocabulary)).any():
             raise DataError(f"draw {trajectory.prompt_index} has tokens outside the model's vocabulary")

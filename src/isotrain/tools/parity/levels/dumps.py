@@ -97,6 +97,8 @@ class _Findings:
     compared: list[Compared] = field(default_factory=list)
     premise: str | None = None
     """Why the runs are not at the same point: other weights or other tokens."""
+    one_sided: int = 0
+    """Calls that only one of the runs makes."""
     statistics: bool = False
 
     def of(self, *, modules: bool) -> list[Compared]:
@@ -130,7 +132,8 @@ def _listed(places_there: Sequence[Place]) -> str:
 
 def _add(findings: _Findings, place: Place, a: DumpedStep, b: DumpedStep, *, first: bool) -> None:
     findings.statistics = findings.statistics or (a.has_statistics and b.has_statistics)
-    pairs = _pairs(a, b)
+    pairs, one_sided = _pairs(a, b)
+    findings.one_sided += one_sided
     dtype = coarsest([tensor for call, other in pairs for tensor in (*call.outputs, *other.outputs)])
     new: list[Compared] = []
     later, went_back = not first, False
@@ -159,16 +162,17 @@ def _add(findings: _Findings, place: Place, a: DumpedStep, b: DumpedStep, *, fir
         findings.premise = tr("{premise} at step {step}", premise=premise, step=step)
 
 
-def _pairs(a: DumpedStep, b: DumpedStep) -> list[tuple[Call, Call]]:
-    """Calls that both make, in the order of the reference."""
+def _pairs(a: DumpedStep, b: DumpedStep) -> tuple[list[tuple[Call, Call]], int]:
+    """Calls that both make, in the order of the reference, and how many are not among them."""
     ours, theirs = _keyed(a), _keyed(b)
     counts = [_counts(part) for part in (ours, theirs)]
-    return [
+    pairs = [
         (call, theirs[key])
         for key, call in ours.items()
         # Where an API is called more often by one run, its numbers do not mean the same calls.
         if key in theirs and counts[0][key[:-1]] == counts[1][key[:-1]]
     ]
+    return pairs, len(ours) + len(theirs) - 2 * len(pairs)
 
 
 def _keyed(part: DumpedStep) -> dict[tuple[Any, ...], Call]:
@@ -310,13 +314,16 @@ def _apis(findings: _Findings) -> Level:
         return not_run("P0", tr("the dumps have no APIs in common; dump with level L1 or mix"))
     blamed = [api for api in apis if api.is_to_blame]
     checks = tuple(_checks(apis))
+    alone = (
+        [tr("{count} calls are made by one run only", count=findings.one_sided)] if findings.one_sided else []
+    )
     if not blamed:
         agree = tr(
             "{apis} give, for equal inputs, outputs whose statistics agree up to rounding",
             apis=_what(apis, tr("APIs")),
         )
         limits = tr("{limits}, and {no_oracle}", limits=_LIMITS, no_oracle=_NO_ORACLE)
-        return Level("P0", "same", listed((agree, limits), "; "), checks, evidence=_DUMPED)
+        return Level("P0", "same", listed((agree, *alone, limits), "; "), checks, evidence=_DUMPED)
     first = blamed[0]
     words = [
         tr(
@@ -330,7 +337,8 @@ def _apis(findings: _Findings) -> Level:
         words.append(tr("more such calls: {count}", count=len(blamed) - 1))
     names = dict.fromkeys(listed((_pass(call), _wrong(call)), ": ") for call in blamed)
     unsure = tr("{no_oracle}, so it does not say which of the two is right", no_oracle=_NO_ORACLE)
-    return Level("P0", "different", listed([*words, unsure], "; "), checks, tuple(names)[:_NAMED], _DUMPED)
+    sentence = listed([*words, *alone, unsure], "; ")
+    return Level("P0", "different", sentence, checks, tuple(names)[:_NAMED], _DUMPED)
 
 
 _DUMPED: dict[str, Any] = {"dump": True}
