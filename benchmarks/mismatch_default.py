@@ -5,7 +5,7 @@ engine from the first step to the last, and one correction: `off`, or `token` (t
 at most 2). `reward` is the mean of the last 10 steps; a run survives if that is at least 0.9 times the reward
 of the same seed without cause and correction. Runs that `--out` has already are not run again.
 
-    python benchmarks/mismatch_default.py --out FILE [--seeds 3] [--steps 60] [--causes NAME ...]
+    python benchmarks/mismatch_default.py [--out FILE] [--seeds 3] [--steps 60] [--causes NAME ...]
 """
 
 from __future__ import annotations
@@ -108,15 +108,19 @@ def tell(rows: list[dict[str, Any]], names: list[str]) -> None:
 
 def main() -> None:
     parser = bench.Options(__doc__, seeds=1, steps=20, causes=["none, float32", "stale tensor"])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="a file that keeps each run: the next call goes on with it")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--causes", nargs="*", choices=CAUSES, default=list(CAUSES))
     options = parser.read()
     torch.set_num_threads(1)
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    done = {(row["cause"], row["level"], row["seed"]) for row in rows}
-    with tempfile.TemporaryDirectory() as directory, options.out.open("a") as out:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        (options.out or Path(directory, "runs.jsonl")).open("a+") as out,
+    ):
+        out.seek(0)
+        rows = [json.loads(line) for line in out]
+        done = {(row["cause"], row["level"], row["seed"]) for row in rows}
         make_tiny(Path(directory), train_rows=256, validation_rows=8)
         for key in (
             (name, level, seed)

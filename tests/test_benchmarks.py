@@ -158,6 +158,7 @@ CASES = {
     "parity_baseline": Case(("reruns", "answers", "bytes"), rows=True),
     "parity_calibration": Case(("designed", "worst"), rows=True),
     "mismatch_causes": Case(("named", "injected", "false_accusations"), met=True, minutes=15),
+    "mismatch_default": Case(("cause", "nats", "reward", "survived"), rows=True),
     "mismatch_watch": Case(("difference", "own_s", "step_s")),
     "parity_honest": Case(("pairs", "called", "different_95", "left_out", "bugs"), met=True, minutes=15),
     "parity_length": Case(("equivalent", "false_alarms", "different", "missed"), rows=True),

@@ -232,8 +232,10 @@ def _coarse(right: Any, logits_BV: Any, *arguments: Any) -> tuple[Any, Any]:
 def _top_p(out: Callable[[Any, float], Any]) -> Patch:
     """`out(cumulated_BV, left_out)`: which tokens are left out, from the least likely up."""
 
-    def patch(hf: Any) -> None:
+    def patch(drawing: Any) -> None:
         import torch
+
+        assert drawing.processed
 
         def processed(logits_BV: Any, sampling: Any) -> Any:
             logits_BV = logits_BV / sampling.temperature
@@ -242,7 +244,7 @@ def _top_p(out: Callable[[Any, float], Any]) -> Patch:
             out_BV[:, -1] = False
             return logits_BV.masked_fill(out_BV.scatter(1, order_BV, out_BV), -torch.inf)
 
-        hf.processed = processed
+        drawing.processed = processed
 
     return patch
 
@@ -262,14 +264,17 @@ def _one_too_late(cumulated_BV: Any, left_out: float) -> Any:
     return after_BV <= left_out
 
 
-def _larger_k(hf: Any) -> None:
-    right = hf.processed
-    hf.processed = lambda logits_BV, sampling: right(logits_BV, replace(sampling, top_k=sampling.top_k + 1))
+def _larger_k(drawing: Any) -> None:
+    right = drawing.processed
+    drawing.processed = lambda logits_BV, sampling: right(
+        logits_BV, replace(sampling, top_k=sampling.top_k + 1)
+    )
 
 
 _RANK = "isotrain.trainers.online.policy_rank"
 _ADVANTAGES = "isotrain.algorithms.advantages"
 _HF = "isotrain.rollout.hf"
+_DRAWING = "isotrain.rollout.sampling"
 
 PATCHES: dict[str, dict[str, Patch]] = {
     "log-prob-temperature": {_RANK: _settings(temperature=1.0)},
@@ -291,7 +296,7 @@ PATCHES: dict[str, dict[str, Patch]] = {
     "temperature-ignored": {_HF: _drawn(_temperature_ignored)},
     "one-noise": {_HF: _drawn(_one_noise_for_all)},
     "coarse-logits": {_HF: _drawn(_coarse)},
-    "top-p-early": {_HF: _top_p(_one_too_early)},
-    "top-p-late": {_HF: _top_p(_one_too_late)},
-    "top-k-late": {_HF: _larger_k},
+    "top-p-early": {_DRAWING: _top_p(_one_too_early)},
+    "top-p-late": {_DRAWING: _top_p(_one_too_late)},
+    "top-k-late": {_DRAWING: _larger_k},
 }
