@@ -158,11 +158,14 @@ def test_the_recipe_and_its_text_are_launched(monkeypatch: pytest.MonkeyPatch, t
     started: list[object] = []
     fake = SimpleNamespace(launch=lambda recipe, source, preemption: started.extend([recipe, source]))
     monkeypatch.setitem(sys.modules, "isotrain.trainers.launch", fake)
+    looked_at: list[object] = []
+    first_look = SimpleNamespace(first_look=looked_at.append)
+    monkeypatch.setitem(sys.modules, "isotrain.trainers.first_look", first_look)
     path = tmp_path / "mine.yaml"
     path.write_text(library.read("tiny-sft"))
     result = RUNNER.invoke(app, ["train", str(path), "seed=7"])
     assert result.exit_code == 0, result.output
-    assert started == [load_recipe(path, ["seed=7"]), path.read_text()]
+    assert started == [*looked_at, path.read_text()] and looked_at == [load_recipe(path, ["seed=7"])]
 
 
 def test_user_errors_are_a_message_without_a_traceback(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from isotrain.data import pictures
 from isotrain.data.pictures import PictureProcessor, picture_digest
@@ -45,9 +45,11 @@ def encoded(image, kind="PNG", **options):
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
-def test_equals_transformers_bit_for_bit(config, mode, tmp_path):
+def test_equals_transformers_bit_for_bit(config, mode, tmp_path, monkeypatch):
+    # transformers 5.5.4 writes the limits of one model into what others begin with.
+    monkeypatch.setattr(Qwen2VLImageProcessorPil, "size", dict(Qwen2VLImageProcessorPil.size))
     own = PictureProcessor.of_model(write_config(tmp_path, **CONFIGS[config]))
-    theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
     for size in SIZES:
         image = drawn(size, mode)
         expected = theirs(images=[image], return_tensors="np")

@@ -24,7 +24,7 @@ END = 2
 
 
 def documented(name: str) -> str:
-    (code,) = re.findall(rf"<!-- test: {name} -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = re.findall(rf"<!-- test: {name} -->\n+```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return str(code)
 
 

@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "gpt_oss": ({}, "auto", r"'gpt_oss' uses 's_aux', .*; set model\.(attention|fused)="),
     "llama4_text": ({}, "padded", "cannot be run without its head"),
     "jetmoe": ({}, "auto", r"model\.gradient_checkpointing: .*; set it to false"),
-    "qwen2_5_vl": ({}, "auto", "cannot build a causal language model"),
+    "llava": ({}, "auto", "cannot build a causal language model"),
 }
 
 

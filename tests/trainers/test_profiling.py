@@ -78,7 +78,7 @@ def test_data_that_comes_slowly_is_named(tiny: Path, tmp_path: Path, monkeypatch
 def test_steps_that_the_run_does_not_have(tiny: Path, tmp_path: Path) -> None:
     observe = {"loggers": [], "profile": {"steps": [2, 5]}}
     recipe = tiny_recipe(tiny, tmp_path / "run", "cpu", trainer={"steps": 4}, observe=observe)
-    with pytest.raises(RecipeError, match=r"observe\.profile\.steps: .* 4 steps, so step 5 .* up to 4"):
+    with pytest.raises(RecipeError, match=r"observe\.profile\.steps: .* after step 4, so step 5 .* up to 4"):
         launch(recipe, "")
 
 
