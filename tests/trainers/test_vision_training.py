@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from isotrain.data.encode import Encoder
 from isotrain.data.packing import pack
 from isotrain.data.rows import read_rows
 from isotrain.device.detect import choose_device
@@ -23,7 +22,7 @@ from isotrain.errors import RecipeError
 from isotrain.models.files import load_tokenizer
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import ModelSection, Recipe
-from isotrain.trainers.encoder import picture_arguments
+from isotrain.trainers.encoder import sample_encoder
 from isotrain.trainers.launch import launch
 from support import stable_metrics, tiny_recipe
 from vision_models import FAMILIES, coloured, make_vlm
@@ -80,9 +79,7 @@ def test_an_exported_model_has_the_same_log_probs(files: Path, tmp_path: Path, m
     assert any("visual" in name for name in changed) == (not model)
     # As transformers computes them, against the packed forward of the exported files.
     rows = list(read_rows(recipe.data.train))[:4]
-    encoder = Encoder(
-        load_tokenizer(exported), "auto", "prompt", "completion", 100, "error", picture_arguments(recipe)
-    )
+    encoder = sample_encoder(load_tokenizer(exported), recipe)
     samples = [item.samples[0] for row in rows for item in encoder.values(row)]
     device = choose_device("cpu")
     with join_world(device) as world:

@@ -68,19 +68,10 @@ def _hide_torch() -> None:
 
 
 def _preview_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
-    from isotrain.data.encode import Encoder
-    from isotrain.trainers.encoder import picture_arguments
+    from isotrain.trainers.encoder import sample_encoder
 
-    data, console = recipe.data, rich_console()
-    encoder = Encoder(
-        tokenizer,
-        data.format,
-        data.prompt_key,
-        data.completion_key,
-        data.max_length,
-        data.too_long,
-        picture_arguments(recipe),
-    )
+    console = rich_console()
+    encoder = sample_encoder(tokenizer, recipe)
     shown: list[Sample] = []
 
     def show(row: Row) -> bool:
@@ -123,14 +114,11 @@ def _preview_preferences(
 
 def _preview_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
     """Each prompt up to the start of the response, and the reference answer of its row."""
-    from isotrain.data.encode import PromptEncoder
-    from isotrain.trainers.encoder import picture_arguments
+    from isotrain.trainers.encoder import prompt_encoder
 
-    data, reward, console = recipe.data, recipe.reward, rich_console()
+    reward, console = recipe.reward, rich_console()
     assert reward is not None, "recipes of online algorithms have one"
-    encoder = PromptEncoder(
-        tokenizer, data.prompt_key, data.max_length, data.too_long, picture_arguments(recipe)
-    )
+    encoder = prompt_encoder(tokenizer, recipe)
     lengths: list[int] = []
 
     def show(row: Row) -> bool:

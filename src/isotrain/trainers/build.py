@@ -14,7 +14,7 @@ from isotrain.algorithms.preference_losses import (
     step_metrics,
 )
 from isotrain.algorithms.sft import SUPERVISED_LOSSES
-from isotrain.data.encode import Encoder, Prompt, PromptEncoder
+from isotrain.data.encode import Prompt
 from isotrain.data.items import PICTURE_ROWS, Item
 from isotrain.data.loader import BatchLoader, Sampler
 from isotrain.data.preference import single_token
@@ -42,7 +42,7 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.data import DataSection
 from isotrain.recipe.preference import DpoSection, KtoSection, PreferenceSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.encoder import cache, picture_arguments, preference_encoder
+from isotrain.trainers.encoder import cache, preference_encoder, prompt_encoder, sample_encoder
 from isotrain.trainers.job import RankCheckpoints, Recorder, build_job
 from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.preference import (
@@ -242,15 +242,7 @@ def _open_store(
     encoder: RowEncoder[Item] = (
         preference_encoder(tokenizer, data, algorithm)
         if isinstance(algorithm, PreferenceSection)
-        else Encoder(
-            tokenizer,
-            data.format,
-            data.prompt_key,
-            data.completion_key,
-            data.max_length,
-            data.too_long,
-            picture_arguments(recipe),
-        )
+        else sample_encoder(tokenizer, recipe)
     )
     # One rank of a machine builds the store while its others wait; then all map the same files.
     return world.machine_first(
@@ -285,9 +277,7 @@ def open_prompts(recipe: Recipe, tell: Callable[[str], None] | None = None) -> d
     """Training and, where the recipe has them, validation prompts; tokenised by whoever comes first."""
     data = recipe.data
     tokenizer = load_tokenizer(model_directory(recipe.model.path))
-    encoder = PromptEncoder(
-        tokenizer, data.prompt_key, data.max_length, data.too_long, picture_arguments(recipe)
-    )
+    encoder = prompt_encoder(tokenizer, recipe)
     sources = {TRAIN: data.train} | ({VALIDATION: data.validation} if data.validation else {})
     stores = {name: cached_store(source, encoder, cache("tokens"), tell) for name, source in sources.items()}
     check_pictures(stores[TRAIN], data.image_key)

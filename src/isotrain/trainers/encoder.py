@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from isotrain.data.encode import Encoder, PromptEncoder
 from isotrain.data.preference import PreferenceEncoder
 from isotrain.models.files import model_directory
 from isotrain.recipe.data import DataSection
@@ -33,7 +34,27 @@ def preference_encoder(
     )
 
 
-def picture_arguments(recipe: Recipe) -> dict[str, Any] | None:
+def sample_encoder(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Encoder:
+    data = recipe.data
+    return Encoder(
+        tokenizer,
+        data.format,
+        data.prompt_key,
+        data.completion_key,
+        data.max_length,
+        data.too_long,
+        _picture_arguments(recipe),
+    )
+
+
+def prompt_encoder(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> PromptEncoder:
+    data = recipe.data
+    return PromptEncoder(
+        tokenizer, data.prompt_key, data.max_length, data.too_long, _picture_arguments(recipe)
+    )
+
+
+def _picture_arguments(recipe: Recipe) -> dict[str, Any] | None:
     """What encoders need to know of pictures, if rows have some."""
     key, images = recipe.data.image_key, recipe.data.images
     if key is None:

@@ -5,7 +5,6 @@ The real loop over a rank in this process, with responses of the real reference 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from colour_runs import BATCH, MAX_TOKENS, N, colour_files, colour_recipe
 from hand_made_step import NOBODY, Here
-from online_runs import online_recipe
 from test_replay import digests, replay_of, stable
 
 from isotrain.data.loader import Sampler
-from isotrain.data.prepare import tiny_reward
 from isotrain.data.prepare.tiny_reward import score
 from isotrain.data.record import read_step
 from isotrain.engine.world import open_store
@@ -43,46 +41,17 @@ from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import Batch, Make, Seconds, SyncBatches
 from isotrain.weights.file import write_update
 from isotrain.weights.send import full_weights
-from vision_models import coloured, make_vlm
+from vision_models import coloured
 
 pytestmark = pytest.mark.heavy
 
-STEPS, BATCH, N, MAX_TOKENS = 60, 16, 8, 6
+STEPS = 60
 Rows = list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A picture's colour says which characters are wanted: red for digits, blue for capitals."""
-    out = tmp_path_factory.mktemp("vision")
-    make_vlm(out / "model", "qwen2_5_vl")
-    shutil.copy(tiny_reward.__file__, out / "reward.py")
-    rows = []
-    for number in range(32):
-        colour, answer = (("red", "digits"), ("blue", "capitals"))[number % 2]
-        (out / f"{number}.png").write_bytes(coloured(colour, 28 + 28 * (number // 2 % 2)))
-        prompt = [{"role": "user", "content": "<image>?"}]
-        rows.append({"prompt": prompt, "images": [f"{number}.png"], "answer": answer})
-    (out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return out
-
-
-def recipe_of(files: Path, out: Path, steps: int, **sections: dict[str, Any]) -> Recipe:
-    base: dict[str, Any] = {
-        "data": {
-            "train": str(files / "prompts.jsonl"),
-            "image_key": "images",
-            "batch_size": BATCH,
-            "max_length": 64,
-            "tokens_per_micro_batch": 2048,
-        },
-        "rollout": {"n": N, "max_tokens": MAX_TOKENS},
-        "optimizer": {"lr": 3e-3},
-        "trainer": {"steps": steps},
-    }
-    for name, values in sections.items():
-        base[name] = {**base.get(name, {}), **values}
-    return online_recipe(files, out, "cpu", **base)
+    return colour_files(tmp_path_factory.mktemp("vision"))
 
 
 def blind_copy(files: Path, out: Path) -> Path:
@@ -196,22 +165,22 @@ def difference(rows: Rows) -> float:
 
 @pytest.mark.slow
 def test_grpo_learns_what_only_the_picture_says(files: Path, tmp_path: Path) -> None:
-    rows = train(recipe_of(files, tmp_path / "run", STEPS))
-    control = train(recipe_of(blind_copy(files, tmp_path / "blind"), tmp_path / "control", STEPS))
+    rows = train(colour_recipe(files, tmp_path / "run", STEPS))
+    control = train(colour_recipe(blind_copy(files, tmp_path / "blind"), tmp_path / "control", STEPS))
     print(f"reward {reward_of(rows[:1]) * 5:.3f} -> {reward_of(rows):.3f}, blind {reward_of(control):.3f}")
     assert difference(rows) < 1e-5 and reward_of(rows) > 0.9 and reward_of(control) < 0.65
 
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce++", "reinforce++-baseline"])
 def test_other_algorithms_train_on_pictures(files: Path, tmp_path: Path, name: str) -> None:
-    rows = train(recipe_of(files, tmp_path / "run", 2, algorithm={"name": name}))
+    rows = train(colour_recipe(files, tmp_path / "run", 2, algorithm={"name": name}))
     assert len(rows) == 2 and difference(rows) < 1e-5
 
 
 def test_a_replay_learns_the_same_and_refuses_an_altered_picture(files: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(files, data)
-    recipe = recipe_of(data, tmp_path / "run", 2, rollout={"record": True})
+    recipe = colour_recipe(data, tmp_path / "run", 2, rollout={"record": True})
     rows = train(recipe)
     recorded = read_step(tmp_path / "run" / "trajectories", 1)
     assert all(len(record.trajectory.pictures) == 1 for record in recorded)
@@ -224,7 +193,7 @@ def test_a_replay_learns_the_same_and_refuses_an_altered_picture(files: Path, tm
 
 
 def test_a_rollout_worker_is_told_a_row_and_reads_its_pictures_itself(files: Path, tmp_path: Path) -> None:
-    worker = RolloutWorker(resolved(recipe_of(files, tmp_path / "run", 1)), "engine")
+    worker = RolloutWorker(resolved(colour_recipe(files, tmp_path / "run", 1)), "engine")
     worker.stores = open_prompts(worker.recipe)
     requests = worker._requests(TRAIN, [PromptRequest(7, 3)], 2)
     (expected,) = worker.stores[TRAIN][3].pictures
